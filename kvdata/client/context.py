@@ -1,0 +1,301 @@
+"""`KVCacheContext`: KV of a token sequence out of a running server, and back in.
+
+Axes: ``2`` K/V, ``L`` layers, ``T`` tokens, ``D = num_kv_heads * head_dim``.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from multiprocessing.util import Finalize
+from types import TracebackType
+from typing import TypeVar
+
+import torch
+
+from kvdata.client.connection import Connection
+from kvdata.client.reading import Layers, Lease, gather, open_lease, readable_chunks
+from kvdata.client.rpc import Deadline
+from kvdata.client.session import Session
+from kvdata.client.storing import StoreReport, store_chunks
+from kvdata.client.transfer import Vanished
+from kvdata.errors import CacheLocked, ConnectionLost, GeometryMismatch, InvalidRequest, ServerTimeout
+from kvdata.layout import KVLayout
+from kvdata.wire.keys import Tokens, check_salt, token_list
+
+T = TypeVar("T")
+
+
+@dataclass
+class Stats:
+    """Counters of one context since it was made."""
+
+    lookups: int = 0
+    hits: int = 0
+    partial_hits: int = 0
+    misses: int = 0
+    retrieved_tokens: int = 0
+    retrieved_bytes: int = 0
+    stores: int = 0
+    stored_chunks: int = 0
+    deduplicated_chunks: int = 0
+    stored_bytes: int = 0
+    handshakes: int = 0
+
+
+class KVCacheContext:
+    """A process's access to one model's KV cache in a running server.
+
+    Lazy: the handshake happens at first use, again after a fork, and again after the server restarted.
+    Pickling carries the `Connection` only. Thread-safe. Use it with ``with``, or `close` it.
+
+    Args:
+        connection: where the server is and which model is meant.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self.last_store: StoreReport | None = None
+        self._reset()
+        self._layout: KVLayout | None = connection.layout
+
+    def _reset(self) -> None:
+        self._pid = os.getpid()
+        self._lock = threading.RLock()
+        self._session: Session | None = None
+        self._finalizer: Finalize | None = None
+        self._used = time.monotonic()
+        self._closed = False
+        self._stats = Stats()
+
+    # -- life cycle ---------------------------------------------------------------------------------
+
+    def open(self) -> KVCacheContext:
+        """Shake hands now instead of at first use."""
+        self._current_session()
+        return self
+
+    def close(self) -> None:
+        """Un-register and close. Later calls raise `InvalidRequest`; closing twice is harmless."""
+        if self._pid == os.getpid():
+            with self._lock:
+                self._closed = True
+                self._drop_session()
+
+    def __enter__(self) -> KVCacheContext:
+        return self.open()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __reduce__(self) -> tuple[type[KVCacheContext], tuple[Connection]]:
+        return KVCacheContext, (self.connection,)
+
+    @property
+    def layout(self) -> KVLayout:
+        """Geometry and packing of the model's cache."""
+        return self._current_session().layout
+
+    @property
+    def chunk_size(self) -> int:
+        """Tokens in one of the server's chunks; only whole chunks are stored and found."""
+        return self._current_session().chunk_size
+
+    def stats(self) -> dict[str, int]:
+        """Counters since this context was made (in this process)."""
+        return asdict(self._stats)
+
+    # -- reading ------------------------------------------------------------------------------------
+
+    def lookup(self, tokens: Tokens, cache_salt: str = "") -> int:
+        """How many leading tokens of ``tokens`` the server holds (whole chunks). Holds no lock afterwards.
+
+        Raises `ModelNotRegistered` instead of reporting a miss when the server does not know the model.
+        """
+        ids = _checked(tokens, cache_salt)
+
+        def attempt(session: Session, deadline: Deadline) -> Lease:
+            hit = readable_chunks(session, ids, cache_salt, deadline)
+            return Lease(hit * session.chunk_size, [], session.layout)
+
+        return self._reading("lookup", ids, attempt).hit
+
+    def retrieve(
+        self,
+        tokens: Tokens,
+        cache_salt: str = "",
+        *,
+        layers: Layers = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:
+        """KV of the cached prefix of ``tokens``.
+
+        Args:
+            tokens: token ids from position 0.
+            cache_salt: isolation domain of the cache.
+            layers: layer indices or a slice; only these are copied.
+            out: ``[2, L', T, D]`` CPU tensor to copy into, ``T`` at least the hit (any strides whose last
+                axis is contiguous); the result is its first ``hit`` tokens.
+
+        Returns:
+            Contiguous ``[2, L', hit, D]`` of the layout's dtype (or the view of ``out``), ``hit`` a whole
+            number of chunks; None when ``tokens`` is shorter than a chunk or nothing of it is cached.
+
+        Raises:
+            ModelNotRegistered: the server does not know the model, so this is not a miss.
+            GeometryMismatch: ``out`` or ``layers`` do not fit.
+            ServerError: see `kvdata.errors`.
+        """
+        with self._leased("retrieve", tokens, cache_salt) as lease:
+            if not lease.chunks:
+                return None
+            kv = gather(lease.chunks, lease.layout, layers, out)
+        self._stats.retrieved_tokens += kv.shape[2]
+        self._stats.retrieved_bytes += kv.numel() * kv.element_size()
+        return kv
+
+    @contextmanager
+    def lease(self, tokens: Tokens, cache_salt: str = "") -> Iterator[list[torch.Tensor]]:
+        """Views of the cached prefix in the server's memory, without a copy.
+
+        Yields one strided view ``[2, L, chunk, H, S]`` per cached chunk (copies in pickle mode), none on a
+        miss. The chunks cannot be evicted inside the block; the views are invalid after it, and after the
+        server's read TTL (300 s by default). Treat them as read-only: writing changes the cache itself.
+        """
+        with self._leased("lease", tokens, cache_salt) as lease:
+            yield [lease.layout.view(chunk) for chunk in lease.chunks]
+
+    # -- writing ------------------------------------------------------------------------------------
+
+    def store(self, kv: torch.Tensor, tokens: Tokens, cache_salt: str = "") -> bool:
+        """Store KV under token ids, whole chunks only.
+
+        Args:
+            kv: CPU ``[2, L, T, D]`` of the layout's dtype.
+            tokens: the ``T`` token ids that address it.
+            cache_salt: isolation domain of the cache.
+
+        Returns:
+            True when something new was committed and confirmed readable; False when every chunk was there
+            already (a server never overwrites: use another salt, or `delete` first). See `last_store`.
+
+        Raises:
+            GeometryMismatch, InvalidRequest: nothing was sent.
+            PoolFull: no room, also after waiting for eviction.
+            StoreConflict: another writer is filling the same chunks.
+            StoreFailed: committed, but not readable.
+            ServerError: see `kvdata.errors`.
+        """
+        ids = _checked(tokens, cache_salt)
+        if len(ids) != kv.shape[2 if kv.ndim == 4 else 0]:
+            raise GeometryMismatch(f"{len(ids)} tokens for kv of shape {tuple(kv.shape)}; they must agree in T")
+        self.layout.check(kv)
+        if len(ids) < self.chunk_size:
+            raise InvalidRequest(
+                f"{len(ids)} tokens are less than one chunk of {self.chunk_size}: nothing could be stored"
+            )
+
+        def attempt(session: Session, deadline: Deadline) -> StoreReport:
+            return store_chunks(session, kv, ids, cache_salt, deadline)
+
+        report = self.last_store = self._attempt("store", attempt)
+        self._stats.stores += 1
+        self._stats.stored_chunks += report.stored
+        self._stats.deduplicated_chunks += report.deduplicated
+        self._stats.stored_bytes += report.bytes
+        return report.stored > 0
+
+    def delete(self, tokens: Tokens, cache_salt: str = "") -> int:
+        """Remove all whole chunks of ``tokens`` from the server's memory; returns how many were there.
+
+        Chunks that other prompts share (a common head) go too. Raises `CacheLocked` when a reader holds
+        some; the others are deleted then.
+        """
+        ids = _checked(tokens, cache_salt)
+
+        def attempt(session: Session, _deadline: Deadline) -> tuple[int, int]:
+            request = session.request(ids, cache_salt)  # only names the chunks; nothing is opened by it
+            return session.delete(request, range(request.chunks)) if request.chunks else (0, 0)
+
+        deleted, locked = self._attempt("delete", attempt)
+        if locked:
+            raise CacheLocked(f"{locked} chunks are being read and were kept ({deleted} deleted); delete again later")
+        return deleted
+
+    # -- sessions -----------------------------------------------------------------------------------
+
+    def _current_session(self) -> Session:
+        if self._pid != os.getpid():
+            self._reset()  # the parent's sockets and locks are not ours
+        with self._lock:
+            if self._closed:
+                raise InvalidRequest("this context is closed; connect again")
+            if self._session is not None and not self._session.usable():
+                self._drop_session()
+            if self._session is None:
+                self._session = session = Session(self.connection, self._layout)
+                self._layout = session.layout
+                self._stats.handshakes += 1
+                # atexit does not run in forked DataLoader workers; multiprocessing's finalizers do.
+                self._finalizer = Finalize(self, session.close, exitpriority=10)
+            elif time.monotonic() - self._used > self._session.info.grace_seconds / 2:
+                self._session.refresh(Deadline(self.connection.timeout))
+            self._used = time.monotonic()
+            return self._session
+
+    def _drop_session(self) -> None:
+        session, self._session = self._session, None
+        if self._finalizer is not None:
+            self._finalizer.cancel()
+        if session is not None:
+            session.close()
+
+    def _attempt(self, operation: str, action: Callable[[Session, Deadline], T]) -> T:
+        """Run ``action``; once more when the server turned out to have gone away or restarted meanwhile."""
+        deadline = Deadline(self.connection.timeout)
+        try:
+            return action(self._current_session(), deadline)
+        except (ConnectionLost, Vanished) as exc:
+            if not deadline.remaining():
+                raise ServerTimeout(f"{operation}: {exc}") from exc
+            return action(self._current_session(), deadline)
+        except ServerTimeout:
+            # The outcome is unknown, perhaps because the server no longer knows this instance.
+            if self._session is not None:
+                self._session.mark_stale()
+            raise
+
+    def _reading(self, operation: str, ids: list[int], action: Callable[[Session, Deadline], Lease]) -> Lease:
+        lease = self._attempt(operation, action)
+        session = self._current_session()
+        wanted = len(ids) // session.chunk_size * session.chunk_size
+        if not lease.hit and wanted and not session.is_registered():
+            # The server forgot the model (restart, reaped engine) though the objects may all be there.
+            lease.close()
+            session.mark_stale()
+            lease = self._attempt(operation, action)
+        self._stats.lookups += 1
+        self._stats.hits += lease.hit >= wanted > 0
+        self._stats.partial_hits += 0 < lease.hit < wanted
+        self._stats.misses += lease.hit == 0
+        return lease
+
+    @contextmanager
+    def _leased(self, operation: str, tokens: Tokens, salt: str) -> Iterator[Lease]:
+        ids = _checked(tokens, salt)
+        lease = self._reading(operation, ids, lambda session, deadline: open_lease(session, ids, salt, deadline))
+        try:
+            yield lease
+        finally:
+            lease.close()
+
+
+def _checked(tokens: Tokens, salt: str) -> list[int]:
+    check_salt(salt)
+    return token_list(tokens)

@@ -1,0 +1,249 @@
+"""What the server says of itself over HTTP: release, configuration, registered models and their geometry."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from kvdata.client.connection import Connection
+from kvdata.errors import (
+    GeometryMismatch,
+    InvalidRequest,
+    ProtocolError,
+    ServerTimeout,
+    ServerUnreachable,
+    UnsupportedLayout,
+    UnsupportedServer,
+)
+from kvdata.layout import KVLayout, parse_dtype
+from kvdata.wire.messages import OLDEST, Release, parse_release
+
+# Split formats: where heads and head size stand in the last bracket of the published shape.
+_SPLIT_FORMATS: dict[str, tuple[int, int]] = {
+    "NB_NL_TWO_BS_NH_HS": (4, 5),
+    "NL_X_TWO_NB_BS_NH_HS": (3, 4),
+    "NL_X_NB_TWO_BS_NH_HS": (3, 4),
+    "TWO_X_NL_X_NBBS_NH_HS": (1, 2),
+    "NL_X_TWO_NB_NH_BS_HS": (2, 4),
+    "NL_X_NB_TWO_NH_BS_HS": (2, 4),
+    "NB_NL_TWO_NH_BS_HS": (3, 5),
+    "TWO_X_NL_X_NB_BS_NH_HS": (2, 3),
+    "NL_X_TWO_NB_NH_ONE_BS_HS": (2, 5),
+    "NL_X_TWO_X_NB_BS_NH_HS": (2, 3),
+}
+_FUSED_FORMATS = ("NL_X_NB_NH_BS_TWO_HS", "NL_X_NB_BS_NH_TWO_HS", "NL_X_NB_NH_BS_CS", "NL_X_NB_BS_NH_CS")
+
+
+@dataclass(frozen=True)
+class ServerInfo:
+    """One reading of a server's configuration and status.
+
+    Attributes:
+        release: e.g. ``(0, 5, 6)``.
+        chunk_size: tokens in a chunk.
+        grace_seconds: how long a silent registration lives.
+        engines: published layout (raw) of each model that a serving engine registered.
+        clients: model name of each engine-driven instance, by instance id.
+        layouts: geometry the embedded server remembers, by model name.
+    """
+
+    release: Release
+    chunk_size: int
+    grace_seconds: float
+    engines: Mapping[str, Mapping[str, Any]]
+    clients: Mapping[int, str]
+    layouts: Mapping[str, KVLayout]
+
+    def model_names(self) -> list[str]:
+        """All public model names that the server knows."""
+        names = {*self.engines, *self.clients.values(), *self.layouts}
+        return sorted(name for name in names if not name.startswith("kvdata/"))
+
+
+class Http:
+    """The server's HTTP side, with foreign errors mapped to ours."""
+
+    def __init__(self, http_url: str, timeout: float) -> None:
+        self.url = http_url.rstrip("/")
+        # Proxy settings of the environment are meant for the internet, not for a cache server next door.
+        self._client = httpx.Client(base_url=self.url, timeout=timeout, trust_env=False)
+
+    def request(self, method: str, path: str, **kwargs: Any) -> httpx.Response:
+        """One request; `ServerUnreachable` or `ServerTimeout` name the URL. Status codes are the caller's."""
+        try:
+            return self._client.request(method, path, **kwargs)
+        except httpx.TimeoutException as exc:
+            raise ServerTimeout(f"{method} {self.url}{path}: no answer in time ({type(exc).__name__})") from exc
+        except httpx.TransportError as exc:
+            raise ServerUnreachable(
+                f"{method} {self.url}{path}: {exc} (HTTP); is the server running, and is this the port of its "
+                "--http-port option?"
+            ) from exc
+
+    def json(self, method: str, *paths: str, **kwargs: Any) -> Any:
+        """JSON answer of the first path that exists; `ProtocolError` for anything else."""
+        for path in paths:
+            response = self.request(method, path, **kwargs)
+            if response.status_code != 404 or path == paths[-1]:
+                break
+        if response.status_code != 200:
+            raise ProtocolError(
+                f"{method} {self.url}{path} answered {response.status_code}; is this an LMCache server?"
+            )
+        try:
+            return response.json()
+        except ValueError as exc:
+            raise ProtocolError(f"{method} {self.url}{path} did not answer JSON; is this an LMCache server?") from exc
+
+    def close(self) -> None:
+        """Close pooled connections."""
+        self._client.close()
+
+
+def discover(http: Http) -> ServerInfo:
+    """Read version, configuration and status; `UnsupportedServer` when this client cannot talk to it."""
+    release = _release(http.json("GET", "/lmc_version"), http.url)
+    config = http.json("GET", "/config", "/conf")
+    status = http.json("GET", "/status")
+    try:
+        settings = config["mp"]
+        chunk_size = int(settings["chunk_size"])
+    except (KeyError, TypeError, ValueError) as exc:
+        raise ProtocolError(f"{http.url}/config lacks {exc}; is this an LMCache multiprocess server?") from exc
+    _check_mode(settings, http.url)
+    grace = settings.get("worker_registration_grace_seconds")
+    return ServerInfo(
+        release=release,
+        chunk_size=chunk_size,
+        grace_seconds=float(grace) if grace else 3600.0,
+        engines=_by_model(status, "cache_context_meta"),
+        clients=registered_clients(status),
+        layouts=_remembered_layouts(status),
+    )
+
+
+def registered_clients(status: Any) -> dict[int, str]:
+    """Instance id -> model name of all engine-driven registrations in a ``/status`` answer."""
+    meta = status.get("non_cuda_context_meta") if isinstance(status, dict) else None
+    if not isinstance(meta, dict):
+        return {}
+    return {int(key): str(entry.get("model_name")) for key, entry in meta.items() if isinstance(entry, dict)}
+
+
+def engine_models(status: Any) -> set[str]:
+    """Names of the models that serving engines have registered, from a ``/status`` answer."""
+    return set(_by_model(status, "cache_context_meta"))
+
+
+def published_layout(entry: Mapping[str, Any], connection: Connection) -> KVLayout:
+    """Geometry of a model from what its engine published.
+
+    Raises `UnsupportedLayout` for MLA, hybrid, sharded or unknown caches, and for a fused cache whose heads
+    or packing were not given; `GeometryMismatch` when a given layout contradicts the published one.
+    """
+    name = connection.model_name
+    if entry.get("world_size", 1) != 1:
+        raise UnsupportedLayout(
+            f"{name} is served with world size {entry['world_size']}; sharded caches cannot be read yet"
+        )
+    try:
+        layout = entry["kv_cache_layout"]
+        groups: Sequence[Mapping[str, Any]] = layout["kernel_groups"]
+        if len(groups) != 1 or groups[0].get("object_group_idx", 0) != 0:
+            raise UnsupportedLayout(
+                f"{name} is a hybrid model ({len(groups)} kernel groups); only one uniform KV cache can be read"
+            )
+        group = groups[0]
+        if group.get("is_mla"):
+            raise UnsupportedLayout(f"{name} uses MLA: its cache holds latents, not keys and values per head")
+        kv_format = str(group["engine_kv_format"]).rpartition(".")[2]
+        dtype = parse_dtype(str(group["dtype"]))
+        num_layers, token_bytes = int(layout["num_layers"]), int(layout["cache_size_per_token"])
+        shape = str(group["engine_kv_concrete_shape"])
+    except (KeyError, TypeError, ValueError, AttributeError) as exc:
+        if isinstance(exc, InvalidRequest):
+            raise UnsupportedLayout(f"{name}: {exc}") from exc
+        raise ProtocolError(f"the server's /status describes {name} in an unknown way: {exc!r}") from exc
+    if kv_format in _SPLIT_FORMATS:
+        heads, packing = _bracket(shape, _SPLIT_FORMATS[kv_format], name), "split"
+    elif kv_format in _FUSED_FORMATS:
+        heads, packing = _fused(connection, kv_format)
+    else:
+        raise UnsupportedLayout(f"{name}: cache format {kv_format} cannot be read as [2, L, T, D]")
+    found = KVLayout(num_layers, *heads, dtype=dtype, packing=packing)
+    if found.token_bytes != token_bytes:
+        raise GeometryMismatch(
+            f"{name}: {found} takes {found.token_bytes} bytes a token, the engine's cache takes {token_bytes}; "
+            "check num_kv_heads and head_dim"
+        )
+    if connection.layout is not None and connection.layout != found:
+        raise GeometryMismatch(f"layout= says {connection.layout}, but the engine registered {found} for {name}")
+    return found
+
+
+def _fused(connection: Connection, kv_format: str) -> tuple[tuple[int, int], str]:
+    packing = connection.packing
+    if packing == "auto" and connection.layout is not None and connection.layout.fused:
+        packing = connection.layout.packing
+    if packing in ("auto", "split"):
+        raise UnsupportedLayout(
+            f"{connection.model_name}: the engine stores K and V fused ({kv_format}), and different engines order "
+            'the bytes differently under that name; say packing="fused" for [K | V] per head'
+        )
+    heads = connection.heads()
+    if heads is None:
+        raise UnsupportedLayout(
+            f"{connection.model_name}: a fused cache does not publish its heads; pass model_config= "
+            "(the model's config.json) or layout="
+        )
+    return heads, packing
+
+
+def _bracket(shape: str, places: tuple[int, int], name: str) -> tuple[int, int]:
+    brackets = re.findall(r"\[([^\]]*)\]", shape)
+    try:
+        axes = [int(axis) for axis in brackets[-1].split(",")]
+        return axes[places[0]], axes[places[1]]
+    except (IndexError, ValueError) as exc:
+        raise UnsupportedLayout(f"{name}: heads cannot be read from the published shape {shape!r}") from exc
+
+
+def _release(answer: Any, url: str) -> Release:
+    try:
+        release = parse_release(answer)
+    except (TypeError, ValueError) as exc:
+        raise ProtocolError(f"{url}/lmc_version answered {answer!r}; is this an LMCache server?") from exc
+    if release < OLDEST:
+        found, oldest = (".".join(map(str, r)) for r in (release, OLDEST))
+        raise UnsupportedServer(f"{url} runs LMCache {found}; kvdata needs {oldest} or newer")
+    return release
+
+
+def _check_mode(settings: Mapping[str, Any], url: str) -> None:
+    transport = settings.get("transport", "zmq")
+    if transport != "zmq":
+        raise UnsupportedServer(f"{url} speaks {transport}; start the server with --transport zmq")
+    mode = settings.get("supported_transfer_mode", "auto")
+    if mode not in ("auto", "engine_driven", "non_gpu"):
+        raise UnsupportedServer(
+            f"{url} runs in transfer mode {mode} and would not answer; start the server with "
+            "--supported-transfer-mode auto"
+        )
+
+
+def _by_model(status: Any, field: str) -> dict[str, Mapping[str, Any]]:
+    meta = status.get(field) if isinstance(status, dict) else None
+    if not isinstance(meta, dict):
+        return {}
+    return {str(e["model_name"]): e for e in meta.values() if isinstance(e, dict) and "model_name" in e}
+
+
+def _remembered_layouts(status: Any) -> dict[str, KVLayout]:
+    remembered = status.get("kvdata_layouts") if isinstance(status, dict) else None
+    if not isinstance(remembered, dict):
+        return {}
+    return {str(name): KVLayout.from_dict(entry) for name, entry in remembered.items()}

@@ -1,0 +1,133 @@
+"""Request and reply over one ZMQ DEALER socket, every wait under a deadline.
+
+The server has no error reply: what it dislikes it answers with silence. So a call ends in one of four ways,
+each its own error: nobody is connected (`ServerUnreachable`), the peer vanished while we waited
+(`ConnectionLost`), silence until the deadline (`ServerTimeout`), or an answer that does not decode
+(`ProtocolError`).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any, TypeVar
+
+import msgspec
+import zmq
+
+from kvdata.errors import ConnectionLost, InvalidRequest, ProtocolError, ServerTimeout, ServerUnreachable
+from kvdata.wire.messages import NEWEST, Release, operation_numbers
+
+T = TypeVar("T")
+
+# A live server on this host or rack accepts a TCP connection in milliseconds.
+_CONNECT_SECONDS = 5.0
+
+
+class Deadline:
+    """A point in time that ends a whole operation, however many messages it takes."""
+
+    __slots__ = ("_end", "seconds")
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._end = time.monotonic() + seconds
+
+    def remaining(self) -> float:
+        """Seconds left, never negative."""
+        return max(0.0, self._end - time.monotonic())
+
+
+class Rpc:
+    """One connection to the server's ZMQ port. Thread-safe: one call is on the wire at a time.
+
+    Args:
+        url: the server's ZMQ URL.
+        release: the server's release, which decides the operation numbers.
+    """
+
+    def __init__(self, url: str, release: Release = NEWEST) -> None:
+        self.url = url
+        self._numbers = operation_numbers(release)
+        self._lock = threading.Lock()
+        self._uid = 0
+        self._lost = False
+        self._zmq = zmq.Context()
+        self._socket: zmq.Socket[bytes] = self._zmq.socket(zmq.DEALER)
+        try:
+            self._socket.setsockopt(zmq.LINGER, 0)
+            # Without this, requests to a dead server are kept and reach its successor.
+            self._socket.setsockopt(zmq.IMMEDIATE, 1)
+            self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            self._socket.connect(url)
+        except zmq.ZMQError as exc:
+            self._zmq.destroy(linger=0)
+            raise InvalidRequest(f"{url!r} is not a usable ZMQ URL: {exc}") from exc
+
+    def call(self, operation: str, *args: Any, result: type[T], deadline: Deadline) -> T | None:
+        """Send one request and wait for its reply; None is the protocol's null.
+
+        Late replies of earlier requests that timed out are read and dropped on the way, so that they never
+        pile up in the server.
+        """
+        if not self._lock.acquire(timeout=deadline.remaining()):
+            raise ServerTimeout(f"{operation}: another thread kept the connection for {deadline.seconds:g} s")
+        try:
+            uid = self._send(operation, args, deadline)
+            frame = self._wait(operation, uid, deadline)
+        finally:
+            self._lock.release()
+        if frame is None:
+            return None
+        try:
+            return msgspec.msgpack.decode(frame, type=result)
+        except msgspec.MsgspecError as exc:
+            raise ProtocolError(f"{operation}: {self.url} sent an answer that does not decode: {exc}") from exc
+
+    def lost(self) -> bool:
+        """True once the peer has gone away, even if another server has taken its place since."""
+        if not self._lost and self._monitor.poll(0):
+            self._lost = True
+        return self._lost
+
+    def close(self) -> None:
+        """Close the socket and end its I/O thread."""
+        if not self._zmq.closed:
+            self._socket.disable_monitor()
+            self._zmq.destroy(linger=0)
+
+    def _send(self, operation: str, args: tuple[Any, ...], deadline: Deadline) -> bytes:
+        self._uid += 1
+        uid = msgspec.msgpack.encode(self._uid)
+        frames = [uid, msgspec.msgpack.encode(self._numbers[operation])]
+        frames += [msgspec.msgpack.encode(arg) for arg in args]
+        if self.lost():
+            raise ConnectionLost(f"{operation}: the server at {self.url} went away")
+        patience = min(deadline.remaining(), _CONNECT_SECONDS)
+        if not self._socket.poll(int(1000 * patience), zmq.POLLOUT):
+            raise ServerUnreachable(
+                f"{operation}: no server accepts connections at {self.url} (ZMQ, waited {patience:.1f} s); "
+                "is it running, and is this the port of its --port option?"
+            )
+        self._socket.send_multipart(frames, flags=zmq.NOBLOCK)
+        return uid
+
+    def _wait(self, operation: str, uid: bytes, deadline: Deadline) -> bytes | None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._monitor, zmq.POLLIN)
+        while True:
+            remaining = deadline.remaining()
+            ready = dict(poller.poll(int(1000 * remaining) + 1))
+            if self._socket in ready:
+                frames = self._socket.recv_multipart()
+                if frames[0] == uid:
+                    return frames[2] if len(frames) > 2 else None
+            elif self._monitor in ready:
+                self._lost = True
+                raise ConnectionLost(f"{operation}: the server at {self.url} went away before it answered")
+            elif not remaining:
+                raise ServerTimeout(
+                    f"{operation}: no answer from {self.url} within {deadline.seconds:g} s; whether it took effect "
+                    "is unknown. A server answers an operation it does not serve with silence: see its log"
+                )

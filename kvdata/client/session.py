@@ -1,0 +1,320 @@
+"""`Session`: one registration of one process with one incarnation of a server, and its raw operations.
+
+A session is thrown away as a whole when the server restarts, when its pool is replaced, or after a fork.
+The wire document's traps are dealt with here: see the comments.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import logging
+import os
+import secrets
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from kvdata.client.connection import Connection
+from kvdata.client.discovery import (
+    Http,
+    ServerInfo,
+    discover,
+    engine_models,
+    published_layout,
+    registered_clients,
+)
+from kvdata.client.rpc import Deadline, Rpc
+from kvdata.errors import (
+    KVCacheSDKError,
+    ModelNotRegistered,
+    PoolNotMappable,
+    ProtocolError,
+    ServerTimeout,
+    UnsupportedServer,
+)
+from kvdata.layout import KVLayout, dtype_name
+from kvdata.wire.keys import chunk_hashes, kv_rank
+from kvdata.wire.messages import CacheKey, Registered, Registration
+from kvdata.wire.shm import MappedPool
+
+T = TypeVar("T")
+log = logging.getLogger("kvdata")
+
+# Releasing what a failed call still holds may take this long beyond the call's own deadline.
+CLEANUP_SECONDS = 2.0
+_HANDSHAKE_SECONDS = 10.0
+_nonce = itertools.count(secrets.randbits(31))
+
+
+@dataclass(frozen=True)
+class Request:
+    """One token sequence under one fresh request id.
+
+    A server caches a request's chunk hashes by its id, so an id is never used for two sequences. The nonce
+    after the last whole chunk changes no hash, but keeps two transfers of the same tokens apart.
+    """
+
+    model_name: str
+    salt: str
+    chunk_size: int
+    ids: list[int]
+    request_id: str
+
+    @classmethod
+    def create(cls, model_name: str, salt: str, chunk_size: int, ids: Sequence[int]) -> Request:
+        """A request over all whole chunks of ``ids``."""
+        whole = list(ids[: len(ids) // chunk_size * chunk_size])
+        whole.append(next(_nonce) & 0x7FFFFFFF)
+        return cls(model_name, salt, chunk_size, whole, f"kvdata-{uuid.uuid4().hex}")
+
+    @property
+    def chunks(self) -> int:
+        """Whole chunks in the sequence."""
+        return len(self.ids) // self.chunk_size
+
+    def key(self, start: int = 0, stop: int | None = None, worker: int | None = 0) -> CacheKey:
+        """Key of the chunks ``start .. stop``; ``worker=None`` means all shards (lookup and free)."""
+        return CacheKey(
+            model_name=self.model_name,
+            world_size=1,
+            worker_id=worker,
+            token_ids=self.ids,
+            start=start * self.chunk_size,
+            end=(self.chunks if stop is None else stop) * self.chunk_size,
+            request_id=self.request_id,
+            cache_salt=self.salt,
+        )
+
+
+class Session:
+    """Registers with the server on creation; `close` un-registers.
+
+    Args:
+        connection: where and what.
+        known_layout: geometry learnt in an earlier session, used when nothing on the server says it any more.
+    """
+
+    def __init__(self, connection: Connection, known_layout: KVLayout | None = None) -> None:
+        self.connection = connection
+        self.pid = os.getpid()
+        self.pool: MappedPool | None = None
+        self._registered = False
+        self._stale = False
+        deadline = Deadline(connection.timeout)
+        self.http = Http(connection.http_url, min(connection.timeout, _HANDSHAKE_SECONDS))
+        self._rpc: Rpc | None = None
+        try:
+            self.info = discover(self.http)
+            self.layout, served = _resolve(self.info, connection, known_layout)
+            # Beside an engine a registration under the real name would overwrite the engine's layout on the
+            # server; without one, the real name must be registered or every lookup answers 0.
+            self.name = f"kvdata/{uuid.uuid4().hex}" if served else connection.model_name
+            self.instance_id = secrets.randbits(62)
+            self._rpc = Rpc(connection.url, self.info.release)
+            self._check_peer(deadline)
+            self._register(deadline)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def chunk_size(self) -> int:
+        """Tokens in a chunk."""
+        return self.info.chunk_size
+
+    def request(self, ids: Sequence[int], salt: str) -> Request:
+        """A new request for the connection's model."""
+        return Request.create(self.connection.model_name, salt, self.chunk_size, ids)
+
+    @contextmanager
+    def sequence(self, ids: Sequence[int], salt: str) -> Iterator[Request]:
+        """A new request whose session on the server ends with the block. Locks are not part of a session."""
+        request = self.request(ids, salt)
+        try:
+            yield request
+        finally:
+            self._quietly("end_session", request.request_id)
+
+    def call(self, operation: str, *args: Any, result: type[T], deadline: Deadline) -> T | None:
+        """One operation on the wire."""
+        assert self._rpc is not None
+        return self._rpc.call(operation, *args, result=result, deadline=deadline)
+
+    def usable(self) -> bool:
+        """False when the process forked, the server went away, or another pool took the name."""
+        if self._stale or self.pid != os.getpid() or self._rpc is None or self._rpc.lost():
+            return False
+        return self.pool is None or self.pool.is_current()
+
+    def mark_stale(self) -> None:
+        """Make the next operation shake hands anew."""
+        self._stale = True
+
+    def lookup(self, request: Request, deadline: Deadline) -> int:
+        """Leading chunks that the server holds; they stay read-locked until retrieved or released."""
+        try:
+            self.call("lookup", request.key(worker=None), 1, result=type(None), deadline=deadline)
+            # Short polls: the server's own blocking wait would hold the only worker its engines share.
+            for attempt in itertools.count():
+                hit = self.call("query_prefetch_status", request.request_id, result=int, deadline=deadline)
+                if hit is not None:
+                    if not 0 <= hit <= request.chunks:
+                        raise ProtocolError(f"lookup of {request.chunks} chunks answered {hit}")
+                    return hit
+                if not deadline.remaining():
+                    raise ServerTimeout(f"lookup: still loading after {deadline.seconds:g} s")
+                time.sleep(min(0.02, 0.0005 * 2**attempt, deadline.remaining()))
+        except KVCacheSDKError:
+            self.release(request, request.chunks)
+            raise
+        raise AssertionError("unreachable")
+
+    def release(self, request: Request, chunks: int) -> None:
+        """Give back the read locks of a lookup that is not followed by a retrieve. Never raises."""
+        if chunks:
+            self._quietly("free_lookup_locks", request.key(stop=chunks, worker=None), 1)
+
+    def abort(self, request: Request, chunks: Sequence[int]) -> None:
+        """Discard reservations of a failed store before anything could publish them. Never raises."""
+        try:
+            self.delete(request, chunks, force=True)
+        except KVCacheSDKError as exc:
+            self.mark_stale()
+            log.warning("a failed store could not be aborted (%s); the server drops it after its write TTL", exc)
+
+    def delete(self, request: Request, chunks: Sequence[int], force: bool = False) -> tuple[int, int]:
+        """Delete chunks from the server's memory; returns ``(deleted, locked)``."""
+        hashes = chunk_hashes(request.ids, self.chunk_size)
+        keys = [
+            {
+                "chunk_hash_hex": hashes[i].hex(),
+                "model_name": request.model_name,
+                "kv_rank": kv_rank(1, 0),
+                "object_group_id": 0,
+                "cache_salt": request.salt,
+            }
+            for i in chunks
+        ]
+        body = {"tier": "l1", "force": force, "keys": keys}
+        answer = self.http.json("DELETE", "/cache/objects", json=body, timeout=CLEANUP_SECONDS)
+        try:
+            return int(answer["deleted"]), int(answer["skipped"])
+        except (KeyError, TypeError, ValueError) as exc:
+            raise ProtocolError(f"DELETE /cache/objects answered without a count: {exc!r}") from exc
+
+    def is_registered(self) -> bool:
+        """Whether lookups of the model can hit at all: an engine or this session has it registered."""
+        status = self.http.json("GET", "/status")
+        mine = registered_clients(status).get(self.instance_id) == self.name
+        return mine and (self.name == self.connection.model_name or self.connection.model_name in engine_models(status))
+
+    def memory(self) -> tuple[int, int]:
+        """``(used, total)`` bytes of the server's pool."""
+        status = self.http.json("GET", "/status")
+        try:
+            manager = status["storage_manager"]["l1_manager"]
+            return int(manager["memory_used_bytes"]), int(manager["memory_total_bytes"])
+        except (KeyError, TypeError, ValueError) as exc:
+            raise ProtocolError(f"the server's /status lacks {exc}") from exc
+
+    def refresh(self, deadline: Deadline) -> None:
+        """Tell the server that this instance lives. Re-registering is the ping that publishes nothing."""
+        self._register(deadline)
+
+    def close(self) -> None:
+        """Un-register and close everything; safe to call twice, and in a forked child."""
+        rpc, self._rpc = self._rpc, None
+        if self.pid != os.getpid():
+            return  # sockets and registration belong to the parent
+        if rpc is not None:
+            if self._registered and not self._stale and not rpc.lost():
+                self._registered = False
+                try:
+                    deadline = Deadline(CLEANUP_SECONDS)
+                    rpc.call("unregister", self.instance_id, result=type(None), deadline=deadline)
+                except KVCacheSDKError as exc:
+                    log.warning("could not un-register: %s", exc)
+            rpc.close()
+        self.http.close()
+        if self.pool is not None:
+            self.pool.close()
+
+    def _check_peer(self, deadline: Deadline) -> None:
+        chunk_size = self.call("get_chunk_size", result=int, deadline=_shorter(deadline))
+        if chunk_size != self.chunk_size:
+            raise UnsupportedServer(
+                f"{self.connection.url} has chunks of {chunk_size} tokens, {self.http.url} of {self.chunk_size}: "
+                "the two URLs belong to different servers"
+            )
+
+    def _register(self, deadline: Deadline) -> None:
+        layout = self.layout
+        registration = Registration(
+            instance_id=self.instance_id,
+            model_name=self.name,
+            world_size=1,
+            block_size=self.chunk_size,
+            num_layers=layout.num_layers,
+            hidden_dim_size=layout.chunk_shape(self.chunk_size)[-1],
+            dtype_str=dtype_name(layout.dtype),
+            use_mla=layout.fused,
+            num_physical_slots=self.chunk_size,
+            num_kv_heads=layout.num_kv_heads,
+            head_dim=layout.head_dim,
+            packing=layout.packing,
+        )
+        try:
+            reply = self.call("register", registration, result=Registered, deadline=_shorter(deadline))
+        except ServerTimeout as exc:
+            raise UnsupportedServer(
+                f"{self.connection.url} answers, but not to a registration: start the server with "
+                "--supported-transfer-mode auto"
+            ) from exc
+        self._registered = True
+        if reply is not None and reply.shm_name and reply.pool_size and self.pool is None:
+            try:
+                self.pool = MappedPool(reply.shm_name, reply.pool_size)
+            except (OSError, ValueError) as exc:
+                raise PoolNotMappable(
+                    f"the server keeps its cache in shared memory {reply.shm_name!r}, which cannot be opened: {exc}. "
+                    "Run on the same host as the same user (containers: --ipc=host), or start the server without "
+                    "--shm-name"
+                ) from exc
+
+    def _quietly(self, operation: str, *args: Any) -> None:
+        if not self.usable():
+            return
+        try:
+            self.call(operation, *args, result=type(None), deadline=Deadline(CLEANUP_SECONDS))
+        except KVCacheSDKError as exc:
+            self.mark_stale()
+            log.warning("%s failed during clean-up (%s); the server drops the leftovers by itself", operation, exc)
+
+
+def _shorter(deadline: Deadline) -> Deadline:
+    return Deadline(min(deadline.remaining(), _HANDSHAKE_SECONDS))
+
+
+def _resolve(info: ServerInfo, connection: Connection, known: KVLayout | None) -> tuple[KVLayout, bool]:
+    """The model's layout, and whether a serving engine has it registered."""
+    name = connection.model_name
+    if name in info.engines:
+        return published_layout(info.engines[name], connection), True
+    layout = connection.layout or info.layouts.get(name) or known
+    if layout is not None:
+        return layout, False
+    names = info.model_names()
+    if name in names:
+        raise ModelNotRegistered(
+            f"{name!r} was registered by a client that publishes no geometry; pass layout=KVLayout(...)"
+        )
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    raise ModelNotRegistered(
+        f"{name!r} is not registered at {connection.http_url} (registered: {', '.join(names) or 'none'}){hint} "
+        "Use the name the engine was started with, or pass layout=KVLayout(...) when no engine runs"
+    )

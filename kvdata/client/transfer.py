@@ -1,0 +1,160 @@
+"""Moving chunks: through the server's shared memory, or as pickles. Callers never ask which.
+
+Each transfer reads a locked hit as one tensor per chunk and writes a tensor's missing chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+
+import torch
+
+from kvdata.client.rpc import Deadline
+from kvdata.client.session import CLEANUP_SECONDS, Request, Session, log
+from kvdata.errors import ConnectionLost, KVCacheSDKError, ProtocolError, StoreFailed
+from kvdata.layout import dtype_name
+from kvdata.wire import tensors
+from kvdata.wire.messages import PreparedRetrieve, PreparedStore, Slot
+
+# Older releases publish what a dead writer left in its slots; a pickle commit reserves and writes in one call.
+_SAFE_RESERVATIONS = (0, 5, 6)
+
+
+class Vanished(KVCacheSDKError):
+    """A locked hit was no longer there when it was to be read (lock expired or forced clear)."""
+
+
+@contextmanager
+def reading(session: Session, request: Request, chunks: int, deadline: Deadline) -> Iterator[list[torch.Tensor]]:
+    """The first ``chunks`` chunks as flat tensors: views of the pool (valid inside the block) or copies.
+
+    The chunks must have been locked by a lookup of the same request; the block's end releases them.
+    """
+    key = request.key(stop=chunks)
+    try:
+        reply = session.call("prepare_retrieve", key, session.instance_id, result=PreparedRetrieve, deadline=deadline)
+        if reply is None:
+            raise ProtocolError("prepare_retrieve answered nothing")
+    except KVCacheSDKError:
+        _commit_read(session, request, chunks)  # releases what the server may have recorded, else does nothing
+        raise
+    if not reply.success:  # the failing call has released the locks itself
+        raise Vanished(f"{chunks} chunks of {request.model_name} vanished between lookup and retrieve")
+    try:
+        yield (
+            _read_slots(session, reply.context.slots, chunks)
+            if session.pool
+            else _read_pickle(session, reply.data, chunks)
+        )
+    finally:
+        _commit_read(session, request, chunks)
+
+
+def write(session: Session, request: Request, kv: torch.Tensor, start: int, deadline: Deadline) -> int | None:
+    """Write the chunks of ``kv`` (``[2, L, T, D]``) from chunk ``start`` on that the server lacks.
+
+    Returns how many were written, or None where the server does not tell (pickle commits).
+    """
+    if session.pool is not None and session.info.release >= _SAFE_RESERVATIONS:
+        return _write_slots(session, request, kv, start, deadline)
+    _write_pickle(session, request, kv, start, deadline)
+    return None
+
+
+def _chunk(session: Session, kv: torch.Tensor, index: int) -> torch.Tensor:
+    size = session.chunk_size
+    return session.layout.heads(kv[:, :, index * size : (index + 1) * size])
+
+
+def _write_slots(session: Session, request: Request, kv: torch.Tensor, start: int, deadline: Deadline) -> int:
+    key = request.key(start)
+    missing = list(range(start, request.chunks))
+    try:
+        reply = session.call("prepare_store", key, session.instance_id, result=PreparedStore, deadline=deadline)
+    except KVCacheSDKError:
+        session.abort(request, missing)  # the reply may be lost with slots reserved
+        raise
+    if reply is None or not reply.context.slots:
+        return 0  # never commit after an empty answer: it could publish another writer's buffer
+    reserved = [start + index for index in reply.context.chunk_indices]
+    try:
+        slots = _map_slots(session, reply.context.slots)
+        if len(set(reserved)) != len(slots) or not set(reserved) <= set(missing):
+            raise ProtocolError(f"prepare_store answered {len(slots)} slots for the chunks {reserved}")
+        for index, slot in zip(reserved, slots, strict=True):
+            session.layout.view(slot).copy_(_chunk(session, kv, index))
+        _check_pool(session, "store")
+        done = session.call("commit_store", key, session.instance_id, b"", result=bool, deadline=deadline)
+    except BaseException:
+        session.abort(request, [i for i in reserved if i in missing])
+        raise
+    if not done:
+        raise StoreFailed(f"the server refused to commit {len(slots)} chunks of {request.model_name}; store again")
+    return len(slots)
+
+
+def _write_pickle(session: Session, request: Request, kv: torch.Tensor, start: int, deadline: Deadline) -> None:
+    shape = session.layout.chunk_shape(session.chunk_size)
+    chunks = []
+    for index in range(start, request.chunks):
+        chunk = torch.empty(shape, dtype=session.layout.dtype)
+        session.layout.view(chunk.flatten()).copy_(_chunk(session, kv, index))
+        chunks.append(chunk)
+    payload = tensors.dumps(chunks)
+    done = session.call(
+        "commit_store", request.key(start), session.instance_id, payload, result=bool, deadline=deadline
+    )
+    if not done:
+        raise StoreFailed(f"the server refused {len(chunks)} chunks of {request.model_name}; see its log")
+
+
+def _read_slots(session: Session, slots: list[Slot], chunks: int) -> list[torch.Tensor]:
+    if len(slots) != chunks:
+        raise ProtocolError(f"prepare_retrieve answered {len(slots)} slots for {chunks} chunks")
+    views = _map_slots(session, slots)
+    _check_pool(session, "retrieve")
+    return views
+
+
+def _read_pickle(session: Session, data: bytes, chunks: int) -> list[torch.Tensor]:
+    numel = session.layout.token_bytes // session.layout.dtype.itemsize * session.chunk_size
+    return [chunk.flatten() for chunk in tensors.loads(data, session.layout.dtype, numel, chunks)]
+
+
+def _map_slots(session: Session, slots: list[Slot]) -> list[torch.Tensor]:
+    assert session.pool is not None
+    want = session.layout.token_bytes * session.chunk_size
+    spans = sorted((slot.offset, slot.offset + slot.length) for slot in slots)
+    if any(end > begin for (_, end), (begin, _) in pairwise(spans)):
+        raise ProtocolError("the server handed out overlapping slots")
+    views = []
+    for slot in slots:
+        if slot.length != want or slot.dtype not in ("uint8", dtype_name(session.layout.dtype)):
+            raise ProtocolError(
+                f"the server's slot holds {slot.length} bytes of {slot.dtype}, a chunk of {session.layout} has {want}"
+            )
+        try:
+            views.append(session.pool.view(slot.offset, slot.length, session.layout.dtype))
+        except ValueError as exc:
+            raise ProtocolError(f"the server handed out a slot outside its pool: {exc}") from exc
+    return views
+
+
+def _check_pool(session: Session, operation: str) -> None:
+    # A restarted server has a new segment of the same name; the old mapping would be read or written in vain.
+    if session.pool is not None and not session.pool.is_current():
+        session.mark_stale()
+        raise ConnectionLost(f"{operation}: the server's shared memory was replaced; it must have restarted")
+
+
+def _commit_read(session: Session, request: Request, chunks: int) -> None:
+    if not session.usable():
+        return
+    try:
+        key = request.key(stop=chunks)
+        session.call("commit_retrieve", key, session.instance_id, result=bool, deadline=Deadline(CLEANUP_SECONDS))
+    except KVCacheSDKError as exc:
+        session.mark_stale()
+        log.warning("read locks could not be released (%s); the server drops them after its read TTL", exc)

@@ -1,0 +1,17 @@
+"""Datasets over cached KV."""
+
+from kvdata.datasets.collate import KVBatch, collate
+from kvdata.datasets.kvcache import Coverage, KVCacheDataset, Sample
+from kvdata.datasets.prefixes import Prefixes, PrefixRecord
+from kvdata.datasets.workers import worker_init_fn
+
+__all__ = [
+    "Coverage",
+    "KVBatch",
+    "KVCacheDataset",
+    "PrefixRecord",
+    "Prefixes",
+    "Sample",
+    "collate",
+    "worker_init_fn",
+]

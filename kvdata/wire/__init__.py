@@ -1,0 +1,1 @@
+"""The LMCache multiprocess protocol: messages, keys, tensor payloads, shared memory. Nothing else."""

@@ -1,0 +1,82 @@
+"""Token ids, salts and chunk hashes: what addresses a stored chunk.
+
+Chunk hash ``i`` is ``blake3(hash[i-1] || tokens of the chunk, each as 4-byte big-endian unsigned)``; the
+hash before the first chunk is ``blake3`` of twelve zero bytes. Only whole chunks are hashed, and neither
+model nor salt is part of the hash.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from blake3 import blake3
+
+from kvdata.errors import InvalidRequest
+
+Tokens = Sequence[int] | np.ndarray | torch.Tensor
+
+NONE_HASH: bytes = blake3(bytes(12)).digest()
+MAX_SALT_CHARACTERS = 128
+_FORBIDDEN_IN_SALT = "@/\\\0"
+
+
+def token_list(tokens: Tokens) -> list[int]:
+    """Token ids as plain Python ints, the only kind the wire takes.
+
+    Accepts a sequence of ints, a 1-D integer numpy array or torch tensor. Raises `InvalidRequest` for bools,
+    floats, nested input, or ids outside ``0 .. 2**32 - 1`` (which a server answers with silence).
+    """
+    if isinstance(tokens, torch.Tensor):
+        tokens = tokens.detach().cpu().numpy()
+    if not isinstance(tokens, np.ndarray):
+        if isinstance(tokens, (str, bytes)) or any(isinstance(t, (bool, np.bool_)) for t in tokens):
+            raise InvalidRequest("token ids must be integers")
+        if len(tokens) == 0:
+            return []
+        tokens = np.asarray(tokens)
+    if tokens.ndim != 1:
+        raise InvalidRequest(f"token ids must be one-dimensional, got shape {tokens.shape}")
+    if tokens.size == 0:
+        return []
+    if tokens.dtype.kind not in "iu":
+        raise InvalidRequest(f"token ids must be integers, got {tokens.dtype}")
+    if int(tokens.min()) < 0 or int(tokens.max()) > 0xFFFFFFFF:
+        raise InvalidRequest("token ids must lie in 0 .. 2**32 - 1")
+    ids: list[int] = tokens.tolist()
+    return ids
+
+
+def check_salt(salt: str) -> None:
+    """Raise `InvalidRequest` for a salt that a server would answer with silence."""
+    if not isinstance(salt, str):
+        raise InvalidRequest(f"cache_salt must be a string, got {type(salt).__name__}")
+    if len(salt) > MAX_SALT_CHARACTERS or any(c in _FORBIDDEN_IN_SALT for c in salt):
+        raise InvalidRequest(
+            f"cache_salt {salt!r} is not allowed: at most {MAX_SALT_CHARACTERS} characters, none of @ / \\ NUL"
+        )
+
+
+def check_model_name(name: str) -> None:
+    """Raise `InvalidRequest` for a model name that a server would answer with silence."""
+    if not isinstance(name, str) or not name or "@" in name:
+        raise InvalidRequest(f"model_name {name!r} is not allowed: a non-empty string without '@'")
+
+
+def chunk_hashes(tokens: Sequence[int], chunk_size: int) -> list[bytes]:
+    """32-byte hash of each whole chunk of ``tokens``."""
+    count = len(tokens) // chunk_size
+    encoded = np.asarray(tokens[: count * chunk_size], dtype=">u4").tobytes()
+    step = 4 * chunk_size
+    hashes: list[bytes] = []
+    previous = NONE_HASH
+    for i in range(count):
+        previous = blake3(previous + encoded[i * step : (i + 1) * step]).digest()
+        hashes.append(previous)
+    return hashes
+
+
+def kv_rank(world_size: int, rank: int) -> int:
+    """The server's number of a shard: world size and rank, twice, one byte each."""
+    return (world_size << 24) | (rank << 16) | (world_size << 8) | rank
