@@ -164,9 +164,9 @@ class KVCacheContext:
     def lease(self, tokens: Tokens, cache_salt: str = "") -> Iterator[list[torch.Tensor]]:
         """Views of the cached prefix in the server's memory, without a copy.
 
-        Yields one strided view ``[2, L, chunk, H, S]`` per cached chunk (copies in pickle mode), none on a
-        miss. The chunks cannot be evicted inside the block; the views are invalid after it, and after the
-        server's read TTL (300 s by default). Treat them as read-only: writing changes the cache itself.
+        Yields one strided view ``[2, L, chunk, H, S]`` per cached chunk, none on a miss. The chunks cannot be
+        evicted inside the block; the views are invalid after it, and after the server's read TTL (300 s by
+        default). In pickle mode they are copies, and nothing is locked. Treat them as read-only: writing changes the cache itself.
         """
         with self._leased("lease", tokens, cache_salt) as lease:
             yield [lease.layout.view(chunk) for chunk in lease.chunks]

@@ -1,0 +1,260 @@
+"""A Hugging Face causal LM as engine: it prefills, continues from and attends to ``[2, L, T, D]`` caches.
+
+Axes: ``2`` K/V, ``L`` layers, ``T`` prefix tokens, ``H`` KV heads, ``D = H * head_dim``, ``B`` batch,
+``N`` continuation tokens, ``Hq`` query heads, ``V`` vocabulary. Keys are post-RoPE, as the model caches them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from kvdata.errors import GeometryMismatch, InvalidRequest, UnsupportedLayout
+from kvdata.layout import KVLayout
+
+try:
+    from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+    from transformers.cache_utils import DynamicLayer
+except ImportError as exc:
+    raise ImportError("kvdata.engines.huggingface needs transformers; run: pip install 'kvdata[hf]'") from exc
+
+Tokens = Sequence[int] | Tensor
+
+
+class SupportsStore(Protocol):
+    """What `HuggingFaceEngine.store_prefix` needs of a context: `KVCacheContext.store`."""
+
+    def store(self, kv: Tensor, tokens: Sequence[int], cache_salt: str) -> bool: ...
+
+
+class HuggingFaceEngine:
+    """Prefill, continuation and attention of any causal LM whose layers all keep a full K and V per token.
+
+    Args:
+        model: a loaded causal LM; it is put in eval mode.
+        tokenizer: kept for the caller, not used here.
+        model_name: the name under which the server knows the model; default ``model.config._name_or_path``.
+        kv_dtype: element type of the caches handed out (and of `layout`); bfloat16 is what engines store.
+
+    Raises:
+        UnsupportedLayout: sliding-window, MLA, shared-KV or hybrid caches.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        model_name: str | None = None,
+        kv_dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        self.model = model.eval()
+        self.tokenizer = tokenizer
+        self.model_name: str = model_name or model.config._name_or_path
+        self.layout = cache_layout(model.config, kv_dtype)
+        self._cache_argument = _cache_argument(model)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        folder: str | Path,
+        dtype: torch.dtype = torch.float32,
+        kv_dtype: torch.dtype = torch.bfloat16,
+        model_name: str | None = None,
+    ) -> HuggingFaceEngine:
+        """Load model and tokenizer from an HF folder; `model_name` defaults to the folder, as in vLLM."""
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        return cls(model, tokenizer, model_name or str(folder), kv_dtype)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The model's ``config.json`` as a dict (for `kvdata.edits.rope.Rope.from_config`)."""
+        config: dict[str, Any] = self.model.config.to_dict()
+        return config
+
+    def prefill(self, tokens: Tokens) -> Tensor:
+        """One sequence of T token ids -> its cache ``[2, L, T, D]``, CPU, `kv_dtype`."""
+        return self.prefill_batch([tokens])[0]
+
+    @torch.inference_mode()
+    def prefill_batch(self, batch: Sequence[Tokens]) -> Tensor:
+        """B sequences of equal length -> ``[B, 2, L, T, D]``; `InvalidRequest` if the lengths differ."""
+        ids = self._ids(batch)
+        cache = DynamicCache()
+        self._forward(ids, cache, logits_to_keep=1)
+        return from_dynamic_cache(cache, self.layout)
+
+    def store_prefix(self, ctx: SupportsStore, tokens: Tokens, cache_salt: str = "") -> bool:
+        """Prefill and ``ctx.store``; the context cuts to whole chunks. True: something new was stored."""
+        ids = [int(token) for token in tokens]
+        return ctx.store(self.prefill(ids), ids, cache_salt)
+
+    @torch.inference_mode()
+    def continue_from(self, kv: Tensor, continuation: Tokens, start_position: int | None = None) -> Tensor:
+        """Next-token logits of a continuation fed after a cache.
+
+        Args:
+            kv: ``[2, L, T, D]`` with `continuation` ``[N]``, or ``[B, 2, L, T, D]`` with ``[B, N]``.
+            continuation: token ids. ``logits[i]`` predicts the token *after* ``continuation[i]``.
+            start_position: RoPE position of the first continuation token; default T, the compact one. Give
+                the original prefix length when kept keys still carry their original positions.
+
+        Returns:
+            ``[N, V]`` or ``[B, N, V]``, in the model's dtype.
+        """
+        logits = self._continue(kv, continuation, start_position)
+        return logits if kv.dim() == 5 else logits[0]
+
+    @torch.inference_mode()
+    def attention(
+        self,
+        kv: Tensor,
+        continuation: Tokens,
+        start_position: int | None = None,
+        reduce: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor:
+        """Attention probabilities that the continuation's queries pay to the prefix, ``[(B,) L, Hq, N, T]``.
+
+        Rows sum to less than one: the rest goes to the continuation itself. Arguments as `continue_from`.
+
+        Args:
+            reduce: applied to each layer's ``[B, Hq, N, T]`` at once, so that only its result is kept, e.g.
+                ``lambda a: attention_target(a, num_kv_heads)``.
+        """
+        length = kv.shape[-2]
+        layers: list[Tensor] = []
+
+        def keep(weights: Tensor) -> None:
+            prefix = weights[..., :length].float()
+            layers.append((reduce(prefix) if reduce else prefix).cpu())
+
+        with _observe_attention(self.model, keep):
+            self._continue(kv, continuation, start_position)
+        if len(layers) != self.layout.num_layers:
+            raise UnsupportedLayout(
+                f"{type(self.model).__name__} handed out the attention of {len(layers)} of its "
+                f"{self.layout.num_layers} layers; its eager attention does not return probabilities"
+            )
+        stacked = torch.stack(layers, dim=1)
+        return stacked if kv.dim() == 5 else stacked[0]
+
+    def _continue(self, kv: Tensor, continuation: Tokens, start_position: int | None) -> Tensor:
+        batched = kv.dim() == 5
+        ids = self._ids(continuation if batched else [continuation])  # type: ignore[arg-type]
+        cache = to_dynamic_cache(kv.to(self.model.device, self.model.dtype), self.layout)
+        start = kv.shape[-2] if start_position is None else start_position
+        positions = torch.arange(start, start + ids.shape[1], device=ids.device).expand_as(ids)
+        logits: Tensor = self._forward(ids, cache, position_ids=positions).logits
+        return logits
+
+    def _ids(self, batch: Sequence[Tokens] | Tensor) -> Tensor:
+        rows = [torch.as_tensor(row, dtype=torch.long).flatten() for row in batch]
+        if not rows or not len(rows[0]) or len({len(row) for row in rows}) != 1:
+            raise InvalidRequest("a batch needs one or more token sequences of one common, non-zero length")
+        return torch.stack(rows).to(self.model.device)
+
+    def _forward(self, ids: Tensor, cache: DynamicCache, **kwargs: Any) -> Any:
+        return self.model(input_ids=ids, use_cache=True, **{self._cache_argument: cache}, **kwargs)
+
+
+def attention_target(attention: Tensor, num_kv_heads: int) -> Tensor:
+    """What a token scorer should predict: ``[..., Hq, N, T]`` attention -> ``[..., H, T]``.
+
+    Maximum over the queries (a token is needed if *any* query needs it), mean over the query heads that share
+    a KV head.
+    """
+    peak = attention.amax(dim=-2)  # [..., Hq, T]
+    return peak.reshape(*peak.shape[:-2], num_kv_heads, -1, peak.shape[-1]).mean(dim=-2)
+
+
+def cache_layout(config: Any, kv_dtype: torch.dtype = torch.bfloat16) -> KVLayout:
+    """The `KVLayout` of a model's config.
+
+    Raises:
+        UnsupportedLayout: not every layer keeps one full-attention K and V (sliding window, MLA, hybrid).
+    """
+    text = config.get_text_config(decoder=True)
+    if getattr(text, "kv_lora_rank", None):
+        raise UnsupportedLayout(
+            f"{text.model_type} uses multi-head latent attention (MLA), not K and V per head"
+        )
+    # transformers itself decides, from the config, which kind of cache each layer gets.
+    kinds = [type(layer) for layer in DynamicCache(config=config).layers]
+    if set(kinds) != {DynamicLayer} or len(kinds) != text.num_hidden_layers:
+        names = sorted({kind.__name__ for kind in kinds} - {DynamicLayer.__name__}) or ["shared KV"]
+        raise UnsupportedLayout(
+            f"{text.model_type} has layers with {', '.join(names)} (sliding-window or hybrid cache); "
+            "only models whose layers all use full attention are supported"
+        )
+    heads = text.num_attention_heads
+    return KVLayout(
+        num_layers=text.num_hidden_layers,
+        num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
+        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        dtype=kv_dtype,
+    )
+
+
+def to_dynamic_cache(kv: Tensor, layout: KVLayout) -> DynamicCache:
+    """``[2, L, T, D]`` (as a batch of one) or ``[B, 2, L, T, D]`` -> a `DynamicCache`, dtype and device kept.
+
+    Raises:
+        GeometryMismatch: the shape does not fit `layout`.
+    """
+    batch = kv if kv.dim() == 5 else kv.unsqueeze(0)
+    if batch.dim() != 5 or batch.shape[1:3] != (2, layout.num_layers) or batch.shape[-1] != layout.hidden:
+        raise GeometryMismatch(
+            f"kv of shape {tuple(kv.shape)} is not [(B,) 2, {layout.num_layers}, T, {layout.hidden}]"
+        )
+    # [B, 2, L, T, D] -> [L, 2, B, H, T, head_dim], the order in which the layers take it
+    layers = layout.heads(batch).permute(2, 1, 0, 4, 3, 5)
+    cache = DynamicCache()
+    for index, (keys, values) in enumerate(layers):
+        cache.update(keys, values, index)
+    return cache
+
+
+def from_dynamic_cache(cache: DynamicCache, layout: KVLayout) -> Tensor:
+    """A `DynamicCache` -> ``[B, 2, L, T, D]`` on the CPU in ``layout.dtype``."""
+    layers: Sequence[Any] = cache.layers  # typed as a union with layers that have no keys
+    batch, _, length, _ = layers[0].keys.shape
+    kv = torch.empty(batch, 2, layout.num_layers, length, layout.hidden, dtype=layout.dtype)
+    by_head = layout.heads(kv)
+    for index, layer in enumerate(layers):
+        by_head[:, 0, index].copy_(layer.keys.transpose(1, 2))
+        by_head[:, 1, index].copy_(layer.values.transpose(1, 2))
+    return kv
+
+
+def _cache_argument(model: Any) -> str:
+    """Releases before 5.2x name the cache argument ``past_key_values``, later ones ``cache`` (and warn)."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+@contextmanager
+def _observe_attention(model: Any, keep: Callable[[Tensor], None]) -> Iterator[None]:
+    """Run eager attention and hand each layer's probabilities ``[B, Hq, N, T + N]`` to `keep`, in order."""
+
+    def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        if isinstance(output, tuple) and len(output) > 1 and isinstance(output[1], Tensor):
+            keep(output[1])
+
+    before = model.config._attn_implementation
+    handles = [
+        module.register_forward_hook(hook)
+        for module in model.modules()
+        if type(module).__name__.endswith("Attention") and hasattr(module, "layer_idx")
+    ]
+    try:
+        model.set_attn_implementation("eager")
+        yield
+    finally:
+        model.set_attn_implementation(before)
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,126 @@
+"""Full pools, vanished, silent and restarted servers: the right error in time, and life goes on."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import pytest
+import torch
+
+from kvdata import Connection, KVCacheDataset, KVLayout
+from kvdata.errors import PoolFull, ServerError, ServerTimeout, ServerUnreachable
+from tests.conformance.conftest import check_clean, fresh_tokens, random_kv
+
+BIG = KVLayout(num_layers=8, num_kv_heads=8, head_dim=64)  # 1 MiB a chunk of 64 tokens: 20 fill the pool
+MODEL = "tests/big"
+
+
+def connection(server, timeout: float = 5.0) -> Connection:
+    return Connection(server.url, server.http_url, MODEL, timeout, BIG)
+
+
+def test_full_pool_evicts_the_oldest_but_never_what_is_leased(own_server):
+    with connection(own_server, 20).connect() as ctx:
+        leased, kv = fresh_tokens(128), random_kv(128, BIG)
+        ctx.store(kv, leased)
+        others = [fresh_tokens(128) for _ in range(16)]
+        with ctx.lease(leased) as chunks:
+            for other in others:
+                assert ctx.store(random_kv(128, BIG), other) is True
+            assert ctx.lookup(leased) == 128
+            assert torch.equal(torch.cat([c.flatten(3) for c in chunks], dim=2), kv)
+        assert ctx.lookup(others[0]) == 0
+        assert ctx.lookup(others[-1]) == 128
+        assert ctx.stats()["stored_chunks"] == 34
+    check_clean(own_server)
+
+
+def test_a_store_that_can_never_fit_says_so(own_server):
+    with connection(own_server, 20).connect() as ctx:
+        with pytest.raises(PoolFull, match="--l1-size-gb"):
+            ctx.store(random_kv(64 * 24, BIG), fresh_tokens(64 * 24))
+        tokens, kv = fresh_tokens(64), random_kv(64, BIG)
+        assert ctx.store(kv, tokens) is True
+        assert torch.equal(ctx.retrieve(tokens), kv)
+    check_clean(own_server)
+
+
+def test_a_full_pool_of_leased_chunks_is_an_error_until_they_are_released(own_server):
+    with connection(own_server, 20).connect() as ctx:
+        held = fresh_tokens(64 * 15)
+        ctx.store(random_kv(64 * 15, BIG), held)
+        more, kv = fresh_tokens(64 * 6), random_kv(64 * 6, BIG)
+        with ctx.lease(held), pytest.raises(PoolFull, match="evicted none in time"):
+            ctx.store(kv, more)
+        ctx.delete(held)
+        assert ctx.store(kv, more) is True
+    check_clean(own_server)
+
+
+def test_restart_between_two_batches(own_server):
+    """Killed and started again, the pool has its name again but other memory: no stale bytes, no rebuilding."""
+    prompts = [fresh_tokens(128) for _ in range(4)]
+    caches = [random_kv(128, BIG) for _ in prompts]
+    with connection(own_server).connect() as ctx:
+        for prompt, kv in zip(prompts, caches, strict=True):
+            ctx.store(kv, prompt)
+        dataset = KVCacheDataset(prompts, connection=connection(own_server))
+        assert torch.equal(dataset.__getitems__([0, 1])[1]["kv"], caches[1])
+        own_server.kill()
+        own_server.start()
+        assert ctx.lookup(prompts[0]) == 0  # a miss of the new server, not an error of the old connection
+        for prompt, kv in zip(prompts, caches, strict=True):
+            assert ctx.store(kv, prompt) is True
+        batch = dataset.__getitems__([2, 3])
+        assert torch.equal(batch[0]["kv"], caches[2])
+        assert torch.equal(batch[1]["kv"], caches[3])
+        assert ctx.stats()["handshakes"] == 2
+        dataset.close()
+    check_clean(own_server)
+
+
+def test_a_server_that_is_gone_is_named_and_the_context_recovers(own_server):
+    tokens, kv = fresh_tokens(64), random_kv(64, BIG)
+    with connection(own_server).connect() as ctx:
+        ctx.store(kv, tokens)
+        own_server.kill()
+        started = time.monotonic()
+        with pytest.raises(ServerUnreachable, match=own_server.http_url):
+            ctx.retrieve(tokens)
+        with pytest.raises(ServerUnreachable):
+            ctx.store(kv, tokens)
+        assert time.monotonic() - started < 10
+        own_server.start()
+        assert ctx.retrieve(tokens) is None
+        assert ctx.store(kv, tokens) is True
+        assert torch.equal(ctx.retrieve(tokens), kv)
+    check_clean(own_server)
+
+
+def test_a_silent_server_is_a_timeout_that_names_the_operation(own_server):
+    tokens, kv = fresh_tokens(64), random_kv(64, BIG)
+    with connection(own_server, timeout=1.0).connect() as ctx:
+        ctx.store(kv, tokens)
+        own_server.signal(signal.SIGSTOP)
+        started = time.monotonic()
+        try:
+            with pytest.raises(ServerTimeout, match="lookup"):
+                ctx.retrieve(tokens)
+            with pytest.raises(ServerError):
+                ctx.store(kv, fresh_tokens(64))
+            assert time.monotonic() - started < 15
+        finally:
+            own_server.signal(signal.SIGCONT)
+        assert torch.equal(ctx.retrieve(tokens), kv)
+
+
+def test_nobody_there_names_the_url():
+    nobody = Connection("tcp://127.0.0.1:1", "http://127.0.0.1:1", "m", 1.0, BIG)
+    with pytest.raises(ServerUnreachable, match=r"http://127\.0\.0\.1:1.*HTTP"):
+        nobody.connect()
+
+
+def test_a_wrong_zmq_port_names_the_zmq_url(own_server):
+    with pytest.raises(ServerUnreachable, match=r"tcp://127\.0\.0\.1:1 \(ZMQ"):
+        Connection("tcp://127.0.0.1:1", own_server.http_url, "m", 1.0, BIG).connect()

@@ -1,0 +1,103 @@
+"""Servers under test as processes: the embedded one, and a real LMCache server where one is installed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+READY_SECONDS = 60.0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Server:
+    """A server process on fixed ports, so that it can be killed and started again under the same URLs.
+
+    Args:
+        kind: ``embedded``, or the path of an ``lmcache`` command.
+        transfer: ``shm`` or ``pickle``.
+    """
+
+    def __init__(self, kind: str, transfer: str, chunk_size: int = 64, pool_mb: int = 64) -> None:
+        self.kind, self.transfer, self.chunk_size, self.pool_mb = kind, transfer, chunk_size, pool_mb
+        port, http_port = free_port(), free_port()
+        self.url, self.http_url = f"tcp://127.0.0.1:{port}", f"http://127.0.0.1:{http_port}"
+        self.shm_name = f"kvdata-test-{os.getpid()}-{port}"
+        self.log = Path(tempfile.gettempdir()) / f"{self.shm_name}.log"
+        self._ports = (str(port), str(http_port))
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> Server:
+        with open(self.log, "ab") as log:
+            self._process = subprocess.Popen(self._command(), stdout=log, stderr=log)
+        deadline = time.monotonic() + READY_SECONDS
+        while time.monotonic() < deadline:
+            if self._process.poll() is not None:
+                break
+            try:
+                if httpx.get(self.http_url + "/healthcheck", timeout=1, trust_env=False).status_code == 200:
+                    return self
+            except httpx.TransportError:
+                pass
+            time.sleep(0.05)
+        self.kill()
+        raise RuntimeError(f"{self.kind} did not come up:\n{self.log.read_text()[-2000:]}")
+
+    def stop(self) -> None:
+        """End it as a user would (SIGTERM), and check that it does."""
+        if self._process is not None:
+            self._process.send_signal(signal.SIGTERM)
+            try:
+                self._process.wait(20)
+            finally:
+                self.kill()
+        self.log.unlink(missing_ok=True)
+
+    def kill(self) -> None:
+        """SIGKILL: nothing is cleaned up."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait(20)
+            self._process = None
+
+    def signal(self, number: int) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    def status(self) -> dict[str, Any]:
+        answer: dict[str, Any] = httpx.get(self.http_url + "/status", timeout=5, trust_env=False).json()
+        return answer
+
+    def clear(self) -> None:
+        response = httpx.post(
+            self.http_url + "/cache/clear", json={"tier": "l1", "force": True}, timeout=5, trust_env=False
+        )
+        response.raise_for_status()
+
+    def memory(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.status()["storage_manager"]["l1_manager"]
+        return found
+
+    def _command(self) -> list[str]:
+        port, http_port = self._ports
+        common = ["--port", port, "--http-port", http_port, "--chunk-size", str(self.chunk_size)]
+        if self.kind == "embedded":
+            serve = [sys.executable, "-m", "kvdata", "serve", "--pool-gb", str(self.pool_mb / 1024)]
+            return [*serve, *common, "--shm-name", self.shm_name, "--transfer", self.transfer]
+        lmcache = [self.kind, "server", "--host", "127.0.0.1", "--l1-size-gb", str(self.pool_mb / 1024)]
+        lmcache += ["--eviction-policy", "LRU", "--transport", "zmq", "--supported-transfer-mode", "auto"]
+        shm = ["--shm-name", self.shm_name, "--no-l1-use-lazy"] if self.transfer == "shm" else []
+        return [*lmcache, *common, *shm]
