@@ -117,7 +117,7 @@ def ingest(
     with Connection(url, http_url, name, timeout, engine.layout).connect() as ctx:
         for record in track(records, description="prefill", console=err, total=len(records)):
             salt = cache_salt if record.salt is None else record.salt
-            stored += engine.store_prefix(ctx, record.tokens, salt)
+            stored += engine.store_prefix(ctx, record.tokens.tolist(), salt)
         layout = ctx.layout
     Prefixes(records, layout, name).to_jsonl(prefixes)
     out.print(f"{stored} of {len(records)} prefixes stored, {len(records) - stored} were there already")

@@ -166,7 +166,8 @@ class KVCacheContext:
 
         Yields one strided view ``[2, L, chunk, H, S]`` per cached chunk, none on a miss. The chunks cannot be
         evicted inside the block; the views are invalid after it, and after the server's read TTL (300 s by
-        default). In pickle mode they are copies, and nothing is locked. Treat them as read-only: writing changes the cache itself.
+        default). In pickle mode they are copies, and nothing is locked. Treat them as read-only: writing
+        changes the cache itself.
         """
         with self._leased("lease", tokens, cache_salt) as lease:
             yield [lease.layout.view(chunk) for chunk in lease.chunks]
