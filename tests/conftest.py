@@ -19,10 +19,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(autouse=True)
 def no_new_shared_memory() -> Iterator[None]:
-    """Fail the test that leaves a name in shared memory which was not there before."""
-    before = set(Path("/dev/shm").iterdir())
+    """Fail the test that leaves a name of this process in shared memory."""
+    mine = (f"lmcache_l1_pool_kvdata-{os.getpid()}-", f"torch_{os.getpid()}_")  # other processes may run beside us
     yield
-    ours = [p.name for p in set(Path("/dev/shm").iterdir()) - before if "kvdata" in p.name or "torch_" in p.name]
-    # Servers of a wider scope make their pool while the first test that asks for them is set up.
-    leaked = [name for name in ours if not name.startswith("lmcache_l1_pool_kvdata-test-")]
+    leaked = [path.name for path in Path("/dev/shm").iterdir() if path.name.startswith(mine)]
     assert not leaked, f"left in /dev/shm: {leaked}"

@@ -31,7 +31,7 @@ def compressed_salt(source_tokens: Sequence[int], policy: str, revision: str = "
 
     Args:
         source_tokens: *all* token ids of the cache that was compressed, not only the kept ones.
-        policy: name of the policy (and its budget, if several are stored), e.g. ``"learned-256"``.
+        policy: name of the policy and whatever else tells its caches of one source apart, e.g. ``"keydiff.256"``.
         revision: of the policy's weights or code; a changed policy needs a new one.
         prefix: the salt of the source, if it had one.
 
@@ -56,12 +56,14 @@ def compressed_address(
 ) -> tuple[list[int], str]:
     """Token ids and salt under which a cache of `kept` tokens is stored and later requested.
 
-    The ids are the first `kept` source ids: heads keep different tokens, so no other ids would be more right.
+    The ids are the first `kept` source ids: heads keep different tokens, so no other ids would be more right. The
+    salt's policy part is ``<policy>.<kept>``.
 
     Raises:
         InvalidRequest: as `compressed_salt`, or `kept` is not between 1 and the number of source tokens.
     """
     if not 1 <= kept <= len(source_tokens):
         raise InvalidRequest(f"kept={kept} is not between 1 and the {len(source_tokens)} source tokens")
-    salt = compressed_salt(source_tokens, policy, revision, prefix)
+    # Two budgets share their first ids: without the budget in the salt, one would be answered with the other's chunks.
+    salt = compressed_salt(source_tokens, f"{policy}.{kept}", revision, prefix)
     return [int(token) for token in source_tokens[:kept]], salt
