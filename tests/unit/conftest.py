@@ -1,0 +1,36 @@
+"""An embedded server in this process, for units that need one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from kvdata import Connection, KVLayout
+from kvdata.server import EmbeddedServer
+
+LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=8)
+
+
+@pytest.fixture(scope="module")
+def embedded() -> Iterator[EmbeddedServer]:
+    with EmbeddedServer(chunk_size=32, pool_bytes=16 << 20) as server:
+        yield server
+
+
+@pytest.fixture
+def connection(embedded: EmbeddedServer) -> Connection:
+    return Connection(embedded.url, embedded.http_url, "unit/model", 10.0, LAYOUT)
+
+
+_next_token = iter(range(1, 2**31, 4096))
+
+
+def fresh_tokens(count: int) -> list[int]:
+    first = next(_next_token)
+    return list(range(first, first + count))
+
+
+def random_kv(tokens: int) -> torch.Tensor:
+    return torch.randn(2, LAYOUT.num_layers, tokens, LAYOUT.hidden).to(LAYOUT.dtype)

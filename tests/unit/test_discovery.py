@@ -1,0 +1,147 @@
+"""What a server publishes of a model, and what is made of it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from kvdata import Connection, KVLayout
+from kvdata.client.discovery import published_layout
+from kvdata.errors import GeometryMismatch, InvalidRequest, ProtocolError, UnsupportedLayout
+
+
+def entry(fmt="NL_X_TWO_NB_BS_NH_HS", shape="30 x [2, 100, 128, 3, 64]", groups=1, world_size=1, **group):
+    one = {
+        "object_group_idx": 0,
+        "dtype": "torch.bfloat16",
+        "engine_kv_format": fmt,
+        "engine_kv_concrete_shape": shape,
+        "is_mla": False,
+        **group,
+    }
+    layout = {"num_layers": 30, "cache_size_per_token": 23040, "kernel_groups": [one] * groups}
+    return {"model_name": "m", "world_size": world_size, "kv_cache_layout": layout}
+
+
+def connection(**options) -> Connection:
+    return Connection("tcp://h:1", "http://h:2", "m", **options)
+
+
+SPLIT = KVLayout(30, 3, 64)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "shape"),
+    [
+        ("NB_NL_TWO_BS_NH_HS", "[100, 30, 2, 128, 3, 64]"),
+        ("NL_X_TWO_NB_BS_NH_HS", "30 x [2, 100, 128, 3, 64]"),
+        ("NL_X_NB_TWO_BS_NH_HS", "30 x [100, 2, 128, 3, 64]"),
+        ("TWO_X_NL_X_NBBS_NH_HS", "2 x 30 x [12800, 3, 64]"),
+        ("NL_X_TWO_NB_NH_BS_HS", "30 x [2, 100, 3, 128, 64]"),
+        ("NL_X_NB_TWO_NH_BS_HS", "30 x [100, 2, 3, 128, 64]"),
+        ("NB_NL_TWO_NH_BS_HS", "[100, 30, 2, 3, 128, 64]"),
+        ("TWO_X_NL_X_NB_BS_NH_HS", "2 x 30 x [100, 128, 3, 64]"),
+        ("NL_X_TWO_NB_NH_ONE_BS_HS", "30 x [2, 100, 3, 1, 128, 64]"),
+        ("EngineKVFormat.NL_X_TWO_X_NB_BS_NH_HS", "30 x 2 x [100, 128, 3, 64]"),
+    ],
+)
+def test_every_split_format_gives_its_heads(fmt, shape):
+    assert published_layout(entry(fmt, shape), connection()) == SPLIT
+
+
+FUSED = entry("NL_X_NB_NH_BS_CS", "Unknown (EngineKVFormat.NL_X_NB_NH_BS_CS)")
+CONFIG = {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576}
+
+
+def test_a_fused_layout_is_never_guessed():
+    with pytest.raises(UnsupportedLayout, match='say packing="fused"'):
+        published_layout(FUSED, connection(model_config=CONFIG))
+    with pytest.raises(UnsupportedLayout, match="model_config="):
+        published_layout(FUSED, connection(packing="fused"))
+
+
+def test_a_fused_layout_takes_heads_from_config_or_layout(tmp_path):
+    fused = SPLIT.with_packing("fused")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIG))
+    for options in (
+        {"packing": "fused", "model_config": CONFIG},
+        {"packing": "fused", "model_config": path},
+        {"layout": fused},
+    ):
+        assert published_layout(FUSED, connection(**options)) == fused
+    wrong = {**CONFIG, "num_key_value_heads": 9}
+    with pytest.raises(GeometryMismatch, match="bytes a token"):
+        published_layout(FUSED, connection(packing="fused", model_config=wrong))
+
+
+@pytest.mark.parametrize(
+    ("published", "match"),
+    [
+        (entry(is_mla=True, fmt="NL_X_NB_BS_HS"), "uses MLA"),
+        (entry(groups=2), "hybrid model"),
+        (entry(object_group_idx=1), "hybrid model"),
+        (entry(world_size=2), "world size 2"),
+        (entry(fmt="NL_X_NB_BSV_BSS"), "cannot be read"),
+        (entry(shape="Unknown"), "heads cannot be read"),
+        (entry(dtype="torch.float8_e4m3fn"), "not supported"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_in_one_sentence(published, match):
+    with pytest.raises(UnsupportedLayout, match=match) as caught:
+        published_layout(published, connection())
+    assert "\n" not in str(caught.value)
+
+
+def test_a_layout_that_contradicts_the_engine_is_refused():
+    with pytest.raises(GeometryMismatch, match="but the engine registered"):
+        published_layout(entry(), connection(layout=KVLayout(30, 6, 32)))
+    with pytest.raises(GeometryMismatch, match="bytes a token"):
+        published_layout(entry(shape="30 x [2, 100, 128, 4, 64]"), connection())
+    with pytest.raises(ProtocolError, match="unknown way"):
+        published_layout({"model_name": "m"}, connection())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        (("localhost:1", "http://h", "m"), "ZMQ URL"),
+        (("tcp://h:1", "h:8080", "m"), "http_url"),
+        (("tcp://h:1", "http://h", ""), "model_name"),
+        (("tcp://h:1", "http://h", "a@b"), "model_name"),
+        (("tcp://h:1", "http://h", "m", 0), "timeout"),
+        (("tcp://h:1", "http://h", "m", 1, None, "zigzag"), "packing"),
+    ],
+)
+def test_a_connection_checks_its_arguments(arguments, match):
+    with pytest.raises(InvalidRequest, match=match):
+        Connection(*arguments)
+
+
+def test_layouts_check_themselves_and_survive_json():
+    layout = KVLayout(2, 3, 4, torch.float16, "fused")
+    assert KVLayout.from_dict(json.loads(json.dumps(layout.to_dict()))) == layout
+    assert (layout.hidden, layout.token_bytes, layout.chunk_shape(5)) == (12, 96, (2, 5, 24))
+    assert layout.with_packing("split").chunk_shape(5) == (2, 2, 5, 12)
+    for bad in ((0, 1, 1), (1, True, 1), (1, 1, 1.5), (1, 1, 1, torch.int8), (1, 1, 1, torch.float16, "x")):
+        with pytest.raises(InvalidRequest):
+            KVLayout(*bad)
+    with pytest.raises(InvalidRequest, match="lacks the field"):
+        KVLayout.from_dict({"num_layers": 1})
+
+
+@pytest.mark.parametrize("packing", ["split", "fused"])
+def test_a_packing_is_a_permutation_of_the_bytes(packing):
+    layout = KVLayout(2, 3, 4, torch.float32, packing)
+    chunk = torch.arange(2 * 2 * 5 * 12, dtype=torch.float32).view(layout.chunk_shape(5))
+    view = layout.view(chunk)
+    assert view.shape == (2, 2, 5, 3, 4)
+    assert view.data_ptr() == chunk.data_ptr()
+    assert sorted(view.flatten().tolist()) == chunk.flatten().tolist()
+    if packing == "fused":  # K of head 1 of token 0 in layer 0 follows K and V of head 0
+        assert view[0, 0, 0, 1, 0] == 8
+        assert view[1, 0, 0, 0, 0] == 4
+    with pytest.raises(GeometryMismatch, match="does not fit"):
+        layout.view(chunk.flatten()[:-1])
