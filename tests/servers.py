@@ -73,9 +73,15 @@ class Server:
             self._process.wait(20)
             self._process = None
 
-    def signal(self, number: int) -> None:
+    def freeze(self) -> None:
+        """SIGSTOP, and wait until all of its threads have stopped."""
         assert self._process is not None
-        self._process.send_signal(number)
+        self._process.send_signal(signal.SIGSTOP)
+        os.waitpid(self._process.pid, os.WUNTRACED)
+
+    def thaw(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
 
     def status(self) -> dict[str, Any]:
         answer: dict[str, Any] = httpx.get(self.http_url + "/status", timeout=5, trust_env=False).json()

@@ -29,13 +29,13 @@ from rich.console import Console
 from rich.progress import track
 from torch.utils.data import DataLoader
 
-from kvdata import Connection, KVCacheDataset, PrefixRecord, Prefixes, collate, worker_init_fn
+from kvdata import Connection, KVCacheDataset, Prefixes, PrefixRecord, collate, worker_init_fn
 from kvdata.edits.policies import KeyDiff, KeyNorm, Learned, Oracle, Policy, Random, Recency
 from kvdata.edits.rope import Rope
 from kvdata.engines.huggingface import HuggingFaceEngine
 from kvdata.engines.smollm2 import smollm2_folder
 from kvdata.errors import KVCacheSDKError
-from kvdata.evaluation import PolicyCaches, Result, evaluate_caches, print_table, save_json, save_plot
+from kvdata.evaluation import PolicyCaches, evaluate_caches, print_table, save_json, save_plot
 from kvdata.lightning import KVCacheWriter
 from kvdata.models.token_scorer import TokenScorer
 from training.text import documentation_windows, split_by_document
@@ -182,9 +182,7 @@ def compress(
         policies, KEEPS, Rope.from_config(engine.config), engine.layout.num_kv_heads, Teacher(engine)
     )
     writer = KVCacheWriter(source.connection, manifest)
-    loader = DataLoader(
-        source, batch_size=BATCH, num_workers=2, collate_fn=collate, worker_init_fn=worker_init_fn
-    )
+    loader = DataLoader(source, batch_size=BATCH, num_workers=2, collate_fn=collate, worker_init_fn=worker_init_fn)
     _trainer(manifest.parent, callbacks=[writer], logger=False).predict(module, loader, return_predictions=False)
     return writer
 
@@ -270,7 +268,9 @@ def _step(title: str) -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m training.demo", description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder of the results; those of an earlier run go")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/demo"), help="folder of the results; those of an earlier run go"
+    )
     parser.add_argument("--train", type=int, default=0, help="at most so many training windows (default: all)")
     parser.add_argument("--held-out", type=int, default=48, help="at least so many held-out windows")
     parser.add_argument("--epochs", type=int, default=10)

@@ -45,9 +45,7 @@ def compressed_salt(source_tokens: Sequence[int], policy: str, revision: str = "
     if bad := FORBIDDEN.intersection(salt):
         raise InvalidRequest(f"a cache salt must not contain {', '.join(map(repr, sorted(bad)))}: {salt!r}")
     if len(salt) > MAX_SALT:
-        raise InvalidRequest(
-            f"the cache salt has {len(salt)} characters, the server allows {MAX_SALT}: {salt!r}"
-        )
+        raise InvalidRequest(f"the cache salt has {len(salt)} characters, the server allows {MAX_SALT}: {salt!r}")
     return salt
 
 

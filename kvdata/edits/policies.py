@@ -130,9 +130,7 @@ class Oracle:
 
     def scores(self, kv: Tensor, num_kv_heads: int, source: Source) -> Tensor:
         if source.target is None:
-            raise InvalidRequest(
-                "the oracle policy needs Source(target=...), the future's attention [L, H, T]"
-            )
+            raise InvalidRequest("the oracle policy needs Source(target=...), the future's attention [L, H, T]")
         return source.target.float()
 
 
@@ -181,9 +179,7 @@ def _keys(kv: Tensor, num_kv_heads: int) -> Tensor:
 def _sample_seed(seed: int, source: Source) -> int:
     """A seed for `torch.Generator`, from the sample's index or else a polynomial hash of its tokens."""
     if source.index is None and source.tokens is None:
-        raise InvalidRequest(
-            "the random policy needs Source(tokens=...) or Source(index=...) to be repeatable"
-        )
+        raise InvalidRequest("the random policy needs Source(tokens=...) or Source(index=...) to be repeatable")
     identity = [source.index] if source.index is not None else list(source.tokens or ())
     state = seed + 1
     for value in identity:

@@ -59,9 +59,7 @@ class Rope:
         parameters = _rope_parameters(text)
         kind = parameters["rope_type"]
         if kind not in _FREQUENCIES:
-            raise UnsupportedLayout(
-                f"rope type {kind!r} cannot be re-rotated; supported are {', '.join(_FREQUENCIES)}"
-            )
+            raise UnsupportedLayout(f"rope type {kind!r} cannot be re-rotated; supported are {', '.join(_FREQUENCIES)}")
         head_dim = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
         rotary_dim = int(head_dim * parameters["partial_rotary_factor"])
         base = parameters["rope_theta"] ** (torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim)
@@ -83,9 +81,7 @@ class Rope:
         """
         if keys.shape[-1] != self.head_dim:
             raise GeometryMismatch(f"keys end in {keys.shape[-1]} dims, one head has {self.head_dim}")
-        delta = torch.as_tensor(new_positions, device=keys.device) - torch.as_tensor(
-            old_positions, device=keys.device
-        )
+        delta = torch.as_tensor(new_positions, device=keys.device) - torch.as_tensor(old_positions, device=keys.device)
         angle = delta.float().unsqueeze(-1) * self.inv_freq.to(keys.device)
         cos, sin = angle.cos(), angle.sin()
         rotating, rest = keys[..., : self.rotary_dim], keys[..., self.rotary_dim :]
@@ -97,13 +93,9 @@ class Rope:
 def _refuse_other_rotations(config: Mapping[str, Any]) -> None:
     family = str(config.get("model_type", ""))
     if config.get("kv_lora_rank"):
-        raise UnsupportedLayout(
-            f"{family} uses multi-head latent attention (MLA); its keys are not [H, head_dim]"
-        )
+        raise UnsupportedLayout(f"{family} uses multi-head latent attention (MLA); its keys are not [H, head_dim]")
     if family in INTERLEAVED or config.get("rope_interleave"):
-        raise UnsupportedLayout(
-            f"{family} rotates adjacent dims (interleaved RoPE), which is not supported yet"
-        )
+        raise UnsupportedLayout(f"{family} rotates adjacent dims (interleaved RoPE), which is not supported yet")
     if config.get("no_rope_layers"):
         raise UnsupportedLayout(f"{family} has layers without RoPE, which is not supported yet")
 
@@ -117,9 +109,7 @@ def _rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
     theta = stored.get("rope_theta") or config.get("rope_theta") or config.get("rotary_emb_base")
     if theta is None and "rope_scaling" not in config:
         raise UnsupportedLayout("the config names no rope_theta: the model has no RoPE, or one unknown here")
-    partial = (
-        stored.get("partial_rotary_factor") or config.get("partial_rotary_factor") or config.get("rotary_pct")
-    )
+    partial = stored.get("partial_rotary_factor") or config.get("partial_rotary_factor") or config.get("rotary_pct")
     limit = config.get("max_position_embeddings")
     parameters = {
         **stored,

@@ -181,9 +181,7 @@ def cache_layout(config: Any, kv_dtype: torch.dtype = torch.bfloat16) -> KVLayou
     """
     text = config.get_text_config(decoder=True)
     if getattr(text, "kv_lora_rank", None):
-        raise UnsupportedLayout(
-            f"{text.model_type} uses multi-head latent attention (MLA), not K and V per head"
-        )
+        raise UnsupportedLayout(f"{text.model_type} uses multi-head latent attention (MLA), not K and V per head")
     # transformers itself decides, from the config, which kind of cache each layer gets.
     kinds = [type(layer) for layer in DynamicCache(config=config).layers]
     if set(kinds) != {DynamicLayer} or len(kinds) != text.num_hidden_layers:

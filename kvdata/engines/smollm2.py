@@ -75,13 +75,9 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
     Raises:
         ImportError: transformers, gguf or accelerate (which transformers needs to read GGUF) is missing.
     """
-    missing = [
-        name for name in ("transformers", "gguf", "accelerate") if importlib.util.find_spec(name) is None
-    ]
+    missing = [name for name in ("transformers", "gguf", "accelerate") if importlib.util.find_spec(name) is None]
     if missing:
-        raise ImportError(
-            f"converting SmolLM2 needs {', '.join(missing)}; run: pip install {' '.join(missing)}"
-        )
+        raise ImportError(f"converting SmolLM2 needs {', '.join(missing)}; run: pip install {' '.join(missing)}")
     import torch
     from transformers import AutoTokenizer, LlamaForCausalLM
 

@@ -55,6 +55,7 @@ class Session:
     result: int = 0  # the same, until the client has asked for it
 
 
+@dataclass(eq=False)
 class Service:
     """State and operations of one server. Callers hold `lock` around every call.
 
@@ -65,19 +66,16 @@ class Service:
         session_ttl: seconds until a session that was not ended is dropped.
     """
 
-    def __init__(self, store: ChunkStore, chunk_size: int, shm_name: str, session_ttl: float) -> None:
-        self.lock = threading.Lock()
-        self.store = store
-        self.instances: dict[int, Instance] = {}
-        self.sessions: dict[str, Session] = {}
-        self.layouts: dict[str, KVLayout] = {}
-        self.chunk_size = chunk_size
-        self._shared = bool(shm_name)
-        self._registered = messages.Registered(shm_name, store.pool.size if shm_name else 0)
-        self._session_ttl = session_ttl
-        self._clock = store.clock
-        self._stores: dict[Transfer, list[Reservation]] = {}
-        self._reads: dict[Transfer, list[ObjectKey]] = {}
+    store: ChunkStore
+    chunk_size: int
+    shm_name: str
+    session_ttl: float
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    instances: dict[int, Instance] = field(default_factory=dict)
+    sessions: dict[str, Session] = field(default_factory=dict)
+    layouts: dict[str, KVLayout] = field(default_factory=dict)  # by model name, never forgotten
+    _stores: dict[Transfer, list[Reservation]] = field(default_factory=dict)
+    _reads: dict[Transfer, list[ObjectKey]] = field(default_factory=dict)
 
     def lookup(self, key: CacheKey, tp_size: int) -> None:
         """Count and lock the leading chunks of which every shard is readable."""
@@ -125,24 +123,24 @@ class Service:
         instance = self.instances.get(registration.instance_id)
         if instance is None:
             slot = _slot(registration, self.chunk_size)
-            self.instances[registration.instance_id] = Instance(registration, slot, self._clock())
+            self.instances[registration.instance_id] = Instance(registration, slot, self.store.clock())
             self._keep_layout(registration)
         else:
-            instance.seen = self._clock()
-        return self._registered
+            instance.seen = self.store.clock()
+        return messages.Registered(self.shm_name, self.store.pool.size if self.shm_name else 0)
 
     def unregister(self, instance_id: int) -> None:
-        """Forget an instance and discard what it reserved and did not commit."""
+        """Forget an instance: discard what it reserved and did not commit, unlock what it was reading."""
         self.instances.pop(instance_id, None)
         for transfer in [t for t in self._stores if t[0] == instance_id]:
             self.store.discard(self._stores.pop(transfer))
         for transfer in [t for t in self._reads if t[0] == instance_id]:
-            del self._reads[transfer]
+            self.store.unlock(self._reads.pop(transfer))
 
     def prepare_store(self, key: CacheKey, instance_id: int) -> messages.PreparedStore | dict[str, Any]:
         """Reserve the missing chunks of the range: all, or none when they do not all fit."""
         instance, objects = self._active(instance_id), self._range(key)
-        if not self._shared:
+        if not self.shm_name:
             return NO_CONTEXT
         reserved = self.store.reserve(objects, instance.slot)
         if reserved:
@@ -156,7 +154,7 @@ class Service:
         True does not prove that anything is readable: not after an expiry, an abort, or without room.
         """
         instance, objects = self._active(instance_id), self._range(key)
-        if data or not self._shared:
+        if data or not self.shm_name:
             chunks = _load(data, instance.slot, len(objects))
             if any(list(chunk.shape) != instance.slot.shape for chunk in chunks):
                 return False
@@ -180,7 +178,7 @@ class Service:
             self.store.unlock(objects)
             return {"success": False, "data": b"", **NO_CONTEXT}
         chunks = [chunk for chunk in map(self.store.find, objects) if chunk is not None]
-        if not self._shared:
+        if not self.shm_name:
             data = tensors.dumps([self.store.tensor(chunk) for chunk in chunks])
             self.store.unlock(objects)
             return {"success": True, "data": data, **NO_CONTEXT}
@@ -214,16 +212,16 @@ class Service:
 
     def tick(self) -> None:
         """Drop what expired: reservations, sessions, silent instances; evict. Due once a second."""
-        now = self._clock()
+        now = self.store.clock()
         self.store.tick()
-        for request_id in [r for r, s in self.sessions.items() if now - s.created > self._session_ttl]:
+        for request_id in [r for r, s in self.sessions.items() if now - s.created > self.session_ttl]:
             del self.sessions[request_id]
         for instance_id, instance in list(self.instances.items()):
             if now - instance.seen > (REAP_SECONDS if instance.pinged else GRACE_SECONDS):
                 self.unregister(instance_id)
 
     def _session(self, key: CacheKey, prefix: list[ObjectKey]) -> Session:
-        session = self.sessions.setdefault(key.request_id, Session(self._clock()))
+        session = self.sessions.setdefault(key.request_id, Session(self.store.clock()))
         session.prefix = prefix
         return session
 
@@ -231,7 +229,7 @@ class Service:
         instance = self.instances.get(instance_id)
         if instance is None:
             raise InvalidRequest(f"instance {instance_id} is not registered")
-        instance.seen = self._clock()
+        instance.seen = self.store.clock()
         return instance
 
     def _range(self, key: CacheKey) -> list[ObjectKey]:

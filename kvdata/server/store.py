@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 
 import msgspec
@@ -33,6 +33,7 @@ class Chunk:
 Reservation = tuple[ObjectKey, Chunk]
 
 
+@dataclass(eq=False)
 class ChunkStore:
     """Chunks by key, least recently used first.
 
@@ -43,26 +44,19 @@ class ChunkStore:
         pool: where the bytes lie.
         clock: seconds, monotonic.
         write_ttl, read_ttl: seconds until a reservation, or the read locks of a chunk, expire.
-        eviction: the fraction of the pool that may be taken, and the fraction of the chunks to drop above it.
+        watermark, eviction_ratio: once this fraction of the pool is taken, this fraction of the chunks goes.
     """
 
-    def __init__(
-        self,
-        pool: Pool,
-        clock: Callable[[], float],
-        write_ttl: float,
-        read_ttl: float,
-        eviction: tuple[float, float],
-    ) -> None:
-        self.pool = pool
-        self.clock = clock
-        self.write_ttl = write_ttl
-        self.read_ttl = read_ttl
-        self.eviction = eviction
-        self.written: Counter[str] = Counter()  # chunks, by salt, like the next two
-        self.read: Counter[str] = Counter()
-        self.evicted: Counter[str] = Counter()
-        self._chunks: OrderedDict[ObjectKey, Chunk] = OrderedDict()
+    pool: Pool
+    clock: Callable[[], float]
+    write_ttl: float
+    read_ttl: float
+    watermark: float
+    eviction_ratio: float
+    written: Counter[str] = field(default_factory=Counter)  # chunks, by salt, like the next two
+    read: Counter[str] = field(default_factory=Counter)
+    evicted: Counter[str] = field(default_factory=Counter)
+    _chunks: OrderedDict[ObjectKey, Chunk] = field(default_factory=OrderedDict)
 
     def find(self, key: ObjectKey) -> Chunk | None:
         """The readable chunk of that key."""
@@ -168,10 +162,9 @@ class ChunkStore:
         """Drop expired reservations (what their writer left is never readable), then evict if need be."""
         for key in list(self._chunks):
             self._is_held(key)
-        watermark, ratio = self.eviction
-        if self.pool.used >= watermark * self.pool.size:
+        if self.pool.used >= self.watermark * self.pool.size:
             idle = (key for key, chunk in self._chunks.items() if chunk.ready and not self.locks(key))
-            self.delete(list(islice(idle, max(1, int(ratio * len(self._chunks))))), force=False)
+            self.delete(list(islice(idle, max(1, int(self.eviction_ratio * len(self._chunks))))), force=False)
 
     def status(self) -> dict[str, float]:
         """The counts of ``storage_manager.l1_manager`` in ``/status``; sizes in bytes, times in seconds."""

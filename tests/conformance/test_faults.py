@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import signal
 import time
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
-from kvdata import Connection, KVCacheDataset, KVLayout
-from kvdata.errors import PoolFull, ServerError, ServerTimeout, ServerUnreachable
+from kvdata import Connection, KVCacheDataset, KVLayout, collate
+from kvdata.errors import MissingKV, PoolFull, ServerError, ServerTimeout, ServerUnreachable
 from tests.conformance.conftest import check_clean, fresh_tokens, random_kv
 
 BIG = KVLayout(num_layers=8, num_kv_heads=8, head_dim=64)  # 1 MiB a chunk of 64 tokens: 20 fill the pool
@@ -80,6 +80,38 @@ def test_restart_between_two_batches(own_server):
     check_clean(own_server)
 
 
+def test_restart_under_a_loader_with_workers(own_server):
+    """The next batch arrives or fails typed and in time; the dataset goes on without being rebuilt."""
+    prompts = [fresh_tokens(64) for _ in range(6)]
+    caches = [random_kv(64, BIG) for _ in prompts]
+
+    def fill() -> None:
+        with connection(own_server).connect() as ctx:
+            for prompt, kv in zip(prompts, caches, strict=True):
+                ctx.store(kv, prompt)
+
+    fill()
+    dataset = KVCacheDataset(prompts, connection=connection(own_server))
+    loader = DataLoader(dataset, batch_size=1, num_workers=1, prefetch_factor=1, collate_fn=collate, timeout=30)
+    batches = iter(loader)
+    assert torch.equal(next(batches).kv[0], caches[0])
+    own_server.kill()
+    own_server.start()
+    fill()
+    rest = list(batches)
+    assert [int(b.index) for b in rest] == [1, 2, 3, 4, 5]
+    assert all(torch.equal(b.kv[0], caches[int(b.index)]) for b in rest)
+    batches = iter(loader)
+    own_server.kill()
+    with pytest.raises((ServerUnreachable, MissingKV)):
+        list(batches)
+    del batches
+    own_server.start()
+    fill()
+    assert [int(b.index) for b in loader] == list(range(6))
+    check_clean(own_server)
+
+
 def test_a_server_that_is_gone_is_named_and_the_context_recovers(own_server):
     tokens, kv = fresh_tokens(64), random_kv(64, BIG)
     with connection(own_server).connect() as ctx:
@@ -102,7 +134,7 @@ def test_a_silent_server_is_a_timeout_that_names_the_operation(own_server):
     tokens, kv = fresh_tokens(64), random_kv(64, BIG)
     with connection(own_server, timeout=1.0).connect() as ctx:
         ctx.store(kv, tokens)
-        own_server.signal(signal.SIGSTOP)
+        own_server.freeze()
         started = time.monotonic()
         try:
             with pytest.raises(ServerTimeout, match="lookup"):
@@ -111,7 +143,7 @@ def test_a_silent_server_is_a_timeout_that_names_the_operation(own_server):
                 ctx.store(kv, fresh_tokens(64))
             assert time.monotonic() - started < 15
         finally:
-            own_server.signal(signal.SIGCONT)
+            own_server.thaw()
         assert torch.equal(ctx.retrieve(tokens), kv)
 
 

@@ -65,9 +65,7 @@ def test_layout_comes_from_the_config(engine: HuggingFaceEngine) -> None:
     assert engine.model_name == "tiny"
 
 
-def test_prefill_is_the_models_cache(
-    engine: HuggingFaceEngine, model: LlamaForCausalLM, ids: torch.Tensor
-) -> None:
+def test_prefill_is_the_models_cache(engine: HuggingFaceEngine, model: LlamaForCausalLM, ids: torch.Tensor) -> None:
     kv = engine.prefill(ids[0, :PREFIX])
     assert kv.shape == (2, LAYERS, PREFIX, KV_HEADS * HEAD_DIM)
     with torch.inference_mode():

@@ -458,6 +458,16 @@ def test_unregistering_discards_what_was_not_committed(raw, server):
     assert raw.call("prepare_store", key(tokens), 1)["context"]["chunk_indices"] == [0, 1]
 
 
+def test_unregistering_releases_what_was_being_read(raw, server):
+    tokens = new_tokens(2)
+    raw.call("register", registration(2))
+    store(raw, tokens)
+    assert raw.lookup(tokens, "r") == 2
+    raw.call("prepare_retrieve", key(tokens, "r"), 2)
+    raw.call("unregister", 2)
+    assert memory(server)["read_locked_count"] == 0
+
+
 def test_delete_aborts_a_reservation_and_respects_locks(raw, server):
     tokens = new_tokens(2)
     address = key(tokens)
