@@ -7,6 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# No test depends on how fast the machine is; the same examples each time, so that a red run can be repeated.
+settings.register_profile("kvdata", deadline=None, derandomize=True)
+settings.load_profile("kvdata")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -46,6 +46,7 @@ CONTEXT, CONTINUATION = 512, 64
 CHUNK = 128  # both budgets are whole chunks
 KEEPS = (256, 128)
 BATCH = 4
+WIDTH = 64
 POOL_GB = 6.0
 
 console = Console()
@@ -98,7 +99,7 @@ def run(options: argparse.Namespace, url: str, http_url: str) -> None:
 
     _step("compression: every policy's caches go back into the server")
     policies: list[tuple[Policy, str]] = [(p, "r1") for p in (Random(), Recency(), KeyNorm(), KeyDiff(), Oracle())]
-    learned = Learned(lambda kv: scorer.eval()(kv[None].float())[0])
+    learned = Learned(scorer.eval())
     policies.insert(4, (learned, weights_revision(scorer)))
     source = KVCacheDataset(held_out, connection=connection)
     manifest = out / "manifest.jsonl"
@@ -166,7 +167,10 @@ def train(engine: HuggingFaceEngine, dataset: KVCacheDataset, out: Path, epochs:
         collate_fn=collate,
         worker_init_fn=worker_init_fn,
     )
-    scorer = TokenScorer.for_layout(engine.layout, Rope.from_config(engine.config))
+    layout = engine.layout
+    scorer = TokenScorer(
+        layout.num_layers, layout.num_kv_heads, layout.head_dim, Rope.from_config(engine.config), width=WIDTH
+    )
     checkpoint = ModelCheckpoint(out / "checkpoints", filename="token-scorer-{epoch}")
     trainer = _trainer(out, max_epochs=epochs, callbacks=[checkpoint], logger=CSVLogger(out, name="logs", version=""))
     trainer.fit(TokenDropping(scorer, Teacher(engine)), loader)
@@ -268,9 +272,7 @@ def _step(title: str) -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m training.demo", description=__doc__)
-    parser.add_argument(
-        "--out", type=Path, default=Path("runs/demo"), help="folder of the results; those of an earlier run go"
-    )
+    parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder of the results")
     parser.add_argument("--train", type=int, default=0, help="at most so many training windows (default: all)")
     parser.add_argument("--held-out", type=int, default=48, help="at least so many held-out windows")
     parser.add_argument("--epochs", type=int, default=10)

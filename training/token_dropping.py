@@ -19,7 +19,8 @@ from kvdata.edits.policies import Policy, Source, apply_policy
 from kvdata.edits.rope import Rope
 from kvdata.engines.huggingface import HuggingFaceEngine, attention_target
 from kvdata.lightning import CacheWrite
-from kvdata.models.token_scorer import TokenScorer, scorer_loss
+from kvdata.models.losses import scorer_loss
+from kvdata.models.token_scorer import TokenScorer
 
 
 class Teacher:

@@ -12,18 +12,18 @@ from kvdata.errors import GeometryMismatch
 
 
 def scorer_loss(scores: Tensor, target: Tensor, sinks: int = 4, window: int = 32) -> Tensor:
-    """Listwise loss of a token scorer: cross entropy between the target's and the scores' distribution over tokens.
+    """Listwise loss of a token scorer: cross entropy between target and scores as distributions over tokens.
 
-    ``-sum_t p_t log softmax(scores)_t`` with ``p = target / sum(target)`` (ListNet, Cao et al. 2007), averaged
-    over samples, layers and heads. A selection only needs the order of the tokens of one head, and pays for
-    attention *mass* that it drops; a regression on log attention (as in KVzap) spends its capacity on scales and
-    on tokens that nobody reads.
+    ``-sum_t p_t log softmax(scores)_t`` with ``p = target / sum(target)`` (ListNet, Cao et al. 2007),
+    averaged over samples, layers and heads. A selection only needs the order of the tokens of one head, and
+    pays for the attention *mass* that it drops; a regression on log attention (as in KVzap) spends its
+    capacity on scales and on tokens that nobody reads.
 
     Args:
         scores: ``[B, L, H, T]``.
         target: ``[B, L, H, T]``, non-negative: `attention_target` of the continuation's attention.
-        sinks, window: first and last tokens that are always kept, and so not learned. Give 0 and 0 when scores
-            and target hold a sample of the tokens between (`sample_tokens`).
+        sinks, window: first and last tokens that are always kept, and so not learned. Give 0 and 0 when
+            scores and target hold a sample of the tokens between (`sample_tokens`).
 
     Raises:
         GeometryMismatch: the shapes differ.

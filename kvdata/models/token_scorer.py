@@ -1,10 +1,10 @@
 """A learned token scorer: which tokens of a cache will the future attend to?
 
-Axes: ``2`` K/V, ``L`` layers, ``H`` KV heads, ``T`` tokens, ``S`` scored tokens, ``D = H * head_dim``, ``B`` batch,
-``F`` features, ``W`` hidden width.
+Axes: ``2`` K/V, ``L`` layers, ``H`` KV heads, ``T`` tokens, ``S`` scored tokens, ``D = H * head_dim``,
+``B`` batch, ``F`` features, ``W`` hidden width.
 
-One two-layer perceptron per layer reads a token's keys and values *of all heads* - together they span much of the
-hidden state that the next layers' queries come from - and scores the token for each KV head. Trained with
+One two-layer perceptron per layer reads a token's keys and values *of all heads* (together they span much of
+the hidden state behind them) and scores the token for each KV head. It is trained with
 `kvdata.models.losses.scorer_loss` on the attention of real continuations.
 """
 
@@ -24,10 +24,10 @@ FORMAT_VERSION = 1
 
 
 class TokenScorer(nn.Module):
-    """Scores tokens from the cache alone: ``[B, 2, L, T, D] -> [B, L, H, T]``, higher is more worth keeping.
+    """Scores tokens from the cache alone: ``[B, 2, L, T, D] -> [B, L, H, T]``, higher is worth keeping.
 
-    Features per layer and token: keys without their rotation (content), keys rotated relative to the end of the
-    prefix (what a query that comes next would meet), values, log norms of keys and values, cosine of each key
+    Features per layer and token: keys without their rotation (content), keys rotated relative to the end of
+    the prefix (what a query that comes next would meet), values, log norms of keys and values, cosine of each key
     to the mean key (as KeyDiff, arXiv 2504.15364) and the position from both ends.
 
     Args:
@@ -67,9 +67,9 @@ class TokenScorer(nn.Module):
         self.register_buffer("calibrated", torch.tensor(False))
 
     def forward(self, kv: Tensor, tokens: Tensor | None = None) -> Tensor:
-        """Scores of all tokens ``[B, L, H, T]``, or of the S `tokens` (indices) only: ``[B, L, H, S]``.
+        """Scores of all tokens ``[B, L, H, T]``, or of the S given token indices only ``[B, L, H, S]``.
 
-        The first forward in training mode takes the features' mean and deviation from its batch (`calibrate`).
+        The first forward in training mode takes the features' mean and deviation from its batch.
 
         Raises:
             GeometryMismatch: the cache is that of another model.
@@ -85,7 +85,8 @@ class TokenScorer(nn.Module):
         hidden = torch.baddbmm(bias.to(flat.dtype), flat, weight.to(flat.dtype)).float()
         hidden = self.dropout(nn.functional.gelu(hidden))
         scores = torch.baddbmm(self.bias2, hidden, self.weight2)
-        return scores.unflatten(1, features.shape[1:3]).permute(1, 0, 3, 2)
+        batch, scored = features.shape[1:3]
+        return scores.view(self.num_layers, batch, scored, self.num_kv_heads).permute(1, 0, 3, 2)
 
     @torch.no_grad()
     def calibrate(self, kv: Tensor) -> None:
@@ -161,7 +162,8 @@ class TokenScorer(nn.Module):
 
 
 def _log_norm(x: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).clamp_min(1e-6).log()
+    norms: Tensor = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32)
+    return norms.clamp_min(1e-6).log()
 
 
 def _places(positions: Tensor, length: int) -> Tensor:

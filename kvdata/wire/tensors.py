@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import pickletools
 import warnings
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -20,6 +21,13 @@ from kvdata.errors import UnsafePayload
 
 # A serialised storage is its bytes plus a header of a few hundred; anything much larger is not what we asked for.
 _HEADER_ALLOWANCE = 4096
+
+# All that a pickled list of tensors consists of. The others are refused before anything is unpickled: some make
+# pickle allocate what a length or an index in the payload says (BYTEARRAY8, a PUT far beyond the memo).
+_OPCODES = frozenset(
+    ["PROTO", "FRAME", "STOP", "MARK", "MEMOIZE", "BINPUT", "LONG_BINPUT", "BINGET", "LONG_BINGET", "EMPTY_LIST", "APPEND", "APPENDS", "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "EMPTY_DICT", "NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "LONG1", "BINUNICODE", "SHORT_BINUNICODE", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "GLOBAL", "STACK_GLOBAL", "REDUCE"]
+)
+_MEMO_LIMIT = 1 << 20
 
 
 def dumps(chunks: Sequence[torch.Tensor]) -> bytes:
@@ -37,6 +45,7 @@ def loads(data: bytes, dtype: torch.dtype, numel: int, count: int) -> list[torch
     if len(data) > limit:
         raise UnsafePayload(f"payload of {len(data)} bytes where at most {limit} can be expected")
     try:
+        _check_opcodes(data)
         chunks = _Unpickler(io.BytesIO(data), dtype, numel).load()
     except UnsafePayload:
         raise
@@ -45,6 +54,12 @@ def loads(data: bytes, dtype: torch.dtype, numel: int, count: int) -> list[torch
     if type(chunks) is not list or len(chunks) != count or any(type(c) is not torch.Tensor for c in chunks):
         raise UnsafePayload(f"payload is not a list of {count} tensors")
     return chunks
+
+
+def _check_opcodes(data: bytes) -> None:
+    for opcode, argument, _ in pickletools.genops(data):
+        if opcode.name not in _OPCODES or (opcode.name == "LONG_BINPUT" and int(argument) > _MEMO_LIMIT):
+            raise UnsafePayload(f"payload uses the pickle opcode {opcode.name}; a list of tensors does not")
 
 
 class _Unpickler(pickle.Unpickler):

@@ -41,7 +41,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[Server]:
 
 @pytest.fixture
 def own_server(request: pytest.FixtureRequest) -> Iterator[Server]:
-    """A server of this test's own, with a pool of 2 MiB per 10 chunks of `BIG` layout, to be filled, stopped, killed."""
+    """A server of this test's own with a pool of 20 MiB: to be filled, stopped, killed."""
     running = _server(request, request.param, "shm", pool_mb=20).start()
     yield running
     running.stop()

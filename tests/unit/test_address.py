@@ -35,7 +35,11 @@ def test_tensors_and_lists_address_alike() -> None:
 
 @pytest.mark.parametrize("bad", ["@", "/", "\\", "\0"])
 def test_separators_are_refused_everywhere(bad: str) -> None:
-    for arguments in ({"policy": f"a{bad}"}, {"policy": "a", "revision": bad}, {"policy": "a", "prefix": bad}):
+    for arguments in (
+        {"policy": f"a{bad}"},
+        {"policy": "a", "revision": bad},
+        {"policy": "a", "prefix": bad},
+    ):
         with pytest.raises(InvalidRequest, match="must not contain"):
             compressed_salt(SOURCE, **arguments)
 

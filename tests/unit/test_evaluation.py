@@ -72,8 +72,8 @@ def test_caches_are_read_back_and_compared_window_by_window(connection):
     assert dropped.ci90[0] < dropped.delta_nll < dropped.ci90[1]
     assert (dropped.kept_tokens, dropped.trained, dropped.oracle) == (32, True, False)
     assert dropped.stored_bytes == 3 * 32 * ctx.connection.layout.token_bytes
+    other = KVCacheDataset([{"tokens": s, "continuation": [1, 2, 3]} for s in sources], connection=connection)
     with pytest.raises(ValueError, match="same windows"):
-        other = KVCacheDataset([{"tokens": s, "continuation": [1, 2, 3]} for s in sources], connection=connection)
         evaluate_caches(Echo(), [caches[0], PolicyCaches("other", 1.0, other)])
     for data in (full, half, other):
         data.close()
