@@ -31,7 +31,7 @@ def main(prefix_file: str, model_folder: str, url: str, http_url: str) -> None:
 
     config = json.loads((Path(model_folder) / "config.json").read_text())
     keep = kv.shape[2] // 2 // ctx.chunk_size * ctx.chunk_size  # a server stores whole chunks
-    smaller = apply_policy(KeyDiff(), kv, keep, Rope.from_config(config), ctx.layout.num_kv_heads)
+    smaller, _ = apply_policy(KeyDiff(), kv, keep, Rope.from_config(config), ctx.layout.num_kv_heads)
 
     address, salt = compressed_address(tokens[: kv.shape[2]].tolist(), keep, policy="keydiff")
     new = kvdata.store(ctx, smaller, address, cache_salt=salt)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import re
 import shutil
 import subprocess
@@ -251,9 +252,11 @@ def chunk_tokens(http_url: str) -> int:
 
 
 def _trainer(out: Path, **options: Any) -> L.Trainer:
-    # Advice on worker counts and on tensor cores does not concern a demo on any machine's CPU.
+    # Advice on hardware, loggers and torch internals is not what someone who tries the demo wants to read.
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
     warnings.filterwarnings("ignore", message=".*smaller than the logging interval.*")
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*")
     return L.Trainer(
         default_root_dir=out, accelerator="cpu", devices=1, enable_model_summary=False, log_every_n_steps=5, **options
     )

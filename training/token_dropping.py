@@ -107,9 +107,9 @@ class CompressCaches(L.LightningModule):
             source = Source(tokens=tokens, index=index, target=None if targets is None else targets[row])
             for policy, revision in self.policies:
                 for keep in self.keeps:
-                    kept = apply_policy(policy, kv, keep, self.rope, self.num_kv_heads, source)
-                    meta = {"index": index, "keep": keep, **batch.meta[row]}
-                    writes.append(CacheWrite(kept, tokens, policy.name, revision, meta=meta))
+                    smaller, _ = apply_policy(policy, kv, keep, self.rope, self.num_kv_heads, source)
+                    meta = {"index": index, **batch.meta[row]}
+                    writes.append(CacheWrite(smaller, tokens, policy.name, revision, meta=meta))
         return writes
 
 

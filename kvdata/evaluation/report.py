@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -18,27 +19,39 @@ _TRAINED = "#D55E00"
 
 
 def print_table(results: Sequence[Result], console: Console, title: str) -> None:
-    """One row per policy and budget; the best training-free policy of each budget is bold."""
-    best = {keep: min(rows, key=lambda r: r.delta_nll).policy for keep, rows in _training_free(results).items()}
-    table = Table(title=title, caption="NLL in nats per token; interval: 90 %, paired by window")
-    for name in ("policy", "keep", "NLL", "increase", "90 % interval", "KL", "top-1", "tokens", "stored MB", "of best"):
-        table.add_column(name, justify="left" if name == "policy" else "right")
-    for r in sorted(results, key=lambda r: (-r.keep, r.oracle, r.delta_nll)):
-        rival = _rival(results, r.keep)
-        compared = r.trained and rival is not None and rival.delta_nll > 0
+    """One section per budget, one row per policy, 80 columns wide.
+
+    ``vs best`` is a trained policy's NLL increase over that of the best training-free policy of its budget.
+    """
+    caption = "NLL in nats per token; 90 % interval paired by window; oracle: sees the answer, a bound"
+    table = Table(title=title, caption=caption, box=box.SIMPLE, padding=(0, 1))
+    table.add_column("policy", no_wrap=True)
+    for name in ("NLL", "increase", "90 % interval", "KL", "top-1", "vs best"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for keep in sorted({r.keep for r in results}, reverse=True):
+        rows = sorted((r for r in results if r.keep == keep), key=lambda r: (r.oracle, r.delta_nll))
+        first = rows[0]
+        table.add_section()
         table.add_row(
-            r.policy + (" (trained)" if r.trained else " (sees the answer)" if r.oracle else ""),
-            f"{r.keep:g}",
-            f"{r.nll:.3f}",
-            f"{r.delta_nll:+.3f}",
-            f"{r.ci90[0]:+.3f} .. {r.ci90[1]:+.3f}",
-            f"{r.kl:.3f}",
-            f"{100 * r.top1:.1f} %",
-            str(r.kept_tokens),
-            f"{r.stored_bytes / 1e6:.0f}",
-            f"{r.delta_nll / rival.delta_nll:.2f}" if compared and rival else "",
-            style="bold" if best.get(r.keep) == r.policy or r.trained else None,
+            f"[italic]keep {keep:g}[/italic]",
+            "",
+            "",
+            f"{first.kept_tokens} tokens,",
+            f"{first.stored_bytes / 1e6:.0f} MB",
         )
+        for r in rows:
+            rival = _rival(results, keep)
+            share = f"{r.delta_nll / rival.delta_nll:.2f}" if r.trained and rival and rival.delta_nll > 0 else ""
+            table.add_row(
+                r.policy,
+                f"{r.nll:.3f}",
+                f"{r.delta_nll:+.3f}",
+                f"{r.ci90[0]:+.3f} {r.ci90[1]:+.3f}",
+                f"{r.kl:.3f}",
+                f"{100 * r.top1:.1f} %",
+                share,
+                style="bold" if r.trained else "dim" if r.oracle else None,
+            )
     console.print(table)
 
 
@@ -94,14 +107,7 @@ def save_plot(results: Sequence[Result], path: Path, title: str) -> None:
     plt.close(figure)
 
 
-def _training_free(results: Sequence[Result]) -> dict[float, list[Result]]:
-    found: dict[float, list[Result]] = {}
-    for r in results:
-        if not (r.trained or r.oracle or r.keep == 1.0):
-            found.setdefault(r.keep, []).append(r)
-    return found
-
-
 def _rival(results: Sequence[Result], keep: float) -> Result | None:
-    rows = _training_free(results).get(keep)
-    return min(rows, key=lambda r: r.delta_nll) if rows else None
+    """The best policy of a budget that neither learnt nor looked ahead."""
+    rows = [r for r in results if r.keep == keep < 1 and not (r.trained or r.oracle)]
+    return min(rows, key=lambda r: r.delta_nll, default=None)

@@ -96,13 +96,16 @@ def rows() -> list[Result]:
 
 
 def test_the_table_puts_the_learned_policy_against_its_best_rival():
-    console = Console(width=160, record=True, file=io.StringIO())
+    console = Console(width=80, record=True, file=io.StringIO())
     print_table(rows(), console, "title")
     text = console.export_text()
-    line = next(line for line in text.splitlines() if "learned (trained)" in line and "0.25" in line)
-    assert "+0.150" in line
-    assert "0.50" in line  # 0.15 / 0.30
-    assert "oracle (sees the answer)" in text
+    assert max(map(len, text.splitlines())) <= 80
+    assert "…" not in text
+    half, quarter = text.split("keep 0.25")
+    learned = next(line for line in quarter.splitlines() if "learned" in line)
+    assert learned.split()[:3] == ["learned", "2.150", "+0.150"]
+    assert learned.split()[-1] == "0.50"  # 0.15 / 0.30
+    assert "0.50" in next(line for line in half.split("keep 0.5")[1].splitlines() if "learned" in line)
 
 
 def test_json_and_plot_are_written(tmp_path):
