@@ -1,6 +1,10 @@
 """Losses for models that compress caches.
 
 Axes: ``B`` batch, ``L`` layers, ``H`` KV heads, ``T`` tokens.
+
+Recipe for a `TokenScorer` (SmolLM2-135M, 110 windows of 512 tokens): 8 epochs of batches of 2, 128 tokens sampled
+per step (`sample_tokens`), AdamW with lr 4e-3, betas (0.9, 0.98) and weight decay 0.05, 20 steps of warm-up then
+cosine to 0, gradient norm clipped at 1. More epochs or a smaller lr (2e-3) change nothing.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ Axes: ``2`` K/V, ``L`` layers, ``H`` KV heads, ``T`` tokens, ``S`` scored tokens
 
 One two-layer perceptron per layer reads a token's keys and values *of all heads* (together they span much of
 the hidden state behind them) and scores the token for each KV head. It is trained with
-`kvdata.models.losses.scorer_loss` on the attention of real continuations.
+`kvdata.models.losses.scorer_loss` on the attention of real continuations; the recipe is there.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class TokenScorer(nn.Module):
         num_kv_heads: int,
         head_dim: int,
         rope: Rope,
-        width: int = 64,
-        dropout: float = 0.0,
+        width: int = 128,
+        dropout: float = 0.1,
     ) -> None:
         super().__init__()
         self.num_layers, self.num_kv_heads, self.head_dim = num_layers, num_kv_heads, head_dim

@@ -62,7 +62,7 @@ def loads(data: bytes, dtype: torch.dtype, numel: int, count: int) -> list[torch
 
 def _check_opcodes(data: bytes) -> None:
     for opcode, argument, _ in pickletools.genops(data):
-        if opcode.name not in _OPCODES or (opcode.name == "LONG_BINPUT" and int(argument) > _MEMO_LIMIT):
+        if opcode.name not in _OPCODES or (opcode.name == "LONG_BINPUT" and int(argument or 0) > _MEMO_LIMIT):
             raise UnsafePayload(f"payload uses the pickle opcode {opcode.name}; a list of tensors does not")
 
 

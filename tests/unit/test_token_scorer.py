@@ -16,7 +16,7 @@ ROPE = Rope.from_config({"head_dim": HEAD_DIM, "rope_theta": 10000.0})
 @pytest.fixture
 def scorer() -> TokenScorer:
     torch.manual_seed(0)
-    return TokenScorer(LAYERS, HEADS, HEAD_DIM, ROPE, width=16)
+    return TokenScorer(LAYERS, HEADS, HEAD_DIM, ROPE, width=16, dropout=0.0)
 
 
 def make_kv(batch: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:

@@ -1,0 +1,74 @@
+"""The kvdata command: complete help, honest exit codes."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvdata import Prefixes, __version__
+from tests.unit.conftest import LAYOUT, fresh_tokens, random_kv
+
+
+def kvdata(*arguments: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "kvdata", *arguments], capture_output=True, text=True, timeout=timeout, check=False
+    )
+
+
+@pytest.fixture
+def prefix_file(connection, tmp_path) -> Path:
+    """Two cached prefixes and one that is not."""
+    prompts = [fresh_tokens(64) for _ in range(3)]
+    with connection.connect() as ctx:
+        for prompt in prompts[:2]:
+            ctx.store(random_kv(64), prompt)
+    path = tmp_path / "prefixes.jsonl"
+    Prefixes(Prefixes.of(prompts), LAYOUT, connection.model_name).to_jsonl(path)
+    return path
+
+
+def test_help_lists_every_command_and_each_explains_itself():
+    top = kvdata("--help")
+    assert top.returncode == 0
+    for command in ("serve", "status", "ingest", "coverage", "delete"):
+        assert command in top.stdout
+        shown = kvdata(command, "--help")
+        assert shown.returncode == 0
+        options = re.findall(r"--[a-z-]+", shown.stdout)
+        assert len(options) > 1
+        assert len(shown.stdout.splitlines()) > 5
+    assert kvdata("--version").stdout.strip() == __version__
+
+
+def test_wrong_usage_is_2_and_failure_is_1():
+    assert kvdata("status", "--nonsense").returncode == 2
+    assert kvdata("coverage", "/does/not/exist").returncode == 2
+    gone = kvdata("status", "--http-url", "http://127.0.0.1:1")
+    assert gone.returncode == 1
+    assert gone.stderr.startswith("ServerUnreachable: GET http://127.0.0.1:1")
+    assert "Traceback" not in gone.stderr
+
+
+def test_status_shows_the_server(embedded, prefix_file):
+    shown = kvdata("status", "--http-url", embedded.http_url)
+    assert shown.returncode == 0
+    assert "0.5.6" in shown.stdout
+    assert "32 tokens" in shown.stdout
+    assert "unit/model" in shown.stdout
+
+
+def test_coverage_and_delete(embedded, prefix_file):
+    where = (str(prefix_file), "--url", embedded.url, "--http-url", embedded.http_url)
+    found = kvdata("coverage", *where)
+    assert (found.returncode, found.stdout.strip()) == (3, "2 of 3 cached, 0 partly, 1 missing")
+    gone = kvdata("delete", *where)
+    assert (gone.returncode, gone.stdout.strip()) == (0, "4 chunks deleted")
+    assert kvdata("coverage", *where).stdout.strip() == "0 of 3 cached, 0 partly, 3 missing"
+    lines = prefix_file.read_text().splitlines()
+    prefix_file.write_text(json.dumps({**json.loads(lines[0]), "model_name": None}) + "\n" + lines[1] + "\n")
+    assert kvdata("delete", *where).returncode == 2
