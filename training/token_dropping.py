@@ -19,7 +19,7 @@ from kvdata.edits.policies import Policy, Source, apply_policy
 from kvdata.edits.rope import Rope
 from kvdata.engines.huggingface import HuggingFaceEngine, attention_target
 from kvdata.lightning import CacheWrite
-from kvdata.models.losses import scorer_loss
+from kvdata.models.losses import sample_tokens, scorer_loss
 from kvdata.models.token_scorer import TokenScorer
 
 
@@ -48,33 +48,52 @@ class Teacher:
 class TokenDropping(L.LightningModule):
     """Trains a `TokenScorer` to predict which cached tokens later queries attend to.
 
+    Each step scores a random sample of a batch's tokens: a cheaper step buys more of them. Use it with
+    ``Trainer(gradient_clip_val=1.0)`` and small batches.
+
     Args:
         scorer: the model.
         teacher: computes the targets; not part of the checkpoint.
-        learning_rate, weight_decay: of AdamW; cosine decay to zero over the run.
+        learning_rate, weight_decay: of AdamW; linear warm-up, then cosine decay to zero over the run.
+        warmup_steps: steps of the warm-up.
+        sampled_tokens: tokens scored per step.
     """
 
     def __init__(
-        self, scorer: TokenScorer, teacher: Teacher, learning_rate: float = 2e-3, weight_decay: float = 0.01
+        self,
+        scorer: TokenScorer,
+        teacher: Teacher,
+        learning_rate: float = 4e-3,
+        weight_decay: float = 0.05,
+        warmup_steps: int = 20,
+        sampled_tokens: int = 128,
     ) -> None:
         super().__init__()
         self.scorer = scorer
         self.teacher = teacher  # a plain object, so its model's weights stay out of checkpoints
-        self.learning_rate = learning_rate
-        self.weight_decay = weight_decay
+        self.learning_rate, self.weight_decay = learning_rate, weight_decay
+        self.warmup_steps, self.sampled_tokens = warmup_steps, sampled_tokens
 
     def training_step(self, batch: KVBatch, batch_index: int) -> Tensor:
-        loss = scorer_loss(self.scorer(batch.kv), self.teacher(batch))
+        target = self.teacher(batch)
+        chosen = sample_tokens(batch.kv.shape[3], self.sampled_tokens)
+        # The sample already leaves out the sinks and the window, which are kept whatever their score.
+        loss = scorer_loss(self.scorer(batch.kv, chosen), target[..., chosen], sinks=0, window=0)
         self.log("train_loss", loss, prog_bar=True, batch_size=len(batch))
         return loss
 
     def configure_optimizers(self) -> dict[str, Any]:
-        optimizer = torch.optim.AdamW(self.scorer.parameters(), self.learning_rate, weight_decay=self.weight_decay)
-        steps = int(self.trainer.estimated_stepping_batches)
-        schedule = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: 0.5 * (1 + math.cos(math.pi * min(1.0, step / max(1, steps))))
+        optimizer = torch.optim.AdamW(
+            self.scorer.parameters(), self.learning_rate, betas=(0.9, 0.98), weight_decay=self.weight_decay
         )
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self._rate)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def _rate(self, step: int) -> float:
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        total = max(1, int(self.trainer.estimated_stepping_batches) - self.warmup_steps)
+        return 0.5 * (1 + math.cos(math.pi * min(1.0, (step - self.warmup_steps) / total)))
 
 
 class CompressCaches(L.LightningModule):

@@ -1,0 +1,1 @@
+"""Pure functions on caches `[2, L, T, D]` and token ids: rotation, selection, policies, addresses."""

@@ -1,0 +1,1 @@
+"""Who computes and consumes KV caches."""

@@ -1,0 +1,1 @@
+"""Modules that compress caches; they load without Lightning."""
