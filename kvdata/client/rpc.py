@@ -22,6 +22,7 @@ T = TypeVar("T")
 
 # A live server on this host or rack accepts a TCP connection in milliseconds.
 _CONNECT_SECONDS = 5.0
+_FLUSH_MS = 200
 
 
 class Deadline:
@@ -84,6 +85,14 @@ class Rpc:
         except msgspec.MsgspecError as exc:
             raise ProtocolError(f"{operation}: {self.url} sent an answer that does not decode: {exc}") from exc
 
+    def post(self, operation: str, *args: Any) -> None:
+        """Send one request without waiting for its reply, as far as the connection takes it at once."""
+        with self._lock:
+            try:
+                self._send(operation, args, Deadline(0))
+            except ServerUnreachable:
+                pass
+
     def lost(self) -> bool:
         """True once the peer has gone away, even if another server has taken its place since."""
         if not self._lost and self._monitor.poll(0):
@@ -94,7 +103,8 @@ class Rpc:
         """Close the socket and end its I/O thread."""
         if not self._zmq.closed:
             self._socket.disable_monitor()
-            self._zmq.destroy(linger=0)
+            # What was posted last must still leave; a stopped server's kernel takes it at once.
+            self._zmq.destroy(linger=0 if self._lost else _FLUSH_MS)
 
     def _send(self, operation: str, args: tuple[Any, ...], deadline: Deadline) -> bytes:
         self._uid += 1

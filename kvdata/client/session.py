@@ -15,7 +15,6 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from kvdata.client.connection import Connection
@@ -27,6 +26,7 @@ from kvdata.client.discovery import (
     published_layout,
     registered_clients,
 )
+from kvdata.client.request import Request
 from kvdata.client.rpc import Deadline, Rpc
 from kvdata.errors import (
     KVCacheSDKError,
@@ -38,7 +38,7 @@ from kvdata.errors import (
 )
 from kvdata.layout import KVLayout, dtype_name
 from kvdata.wire.keys import chunk_hashes, kv_rank
-from kvdata.wire.messages import CacheKey, Registered, Registration
+from kvdata.wire.messages import Registered, Registration
 from kvdata.wire.shm import MappedPool
 
 T = TypeVar("T")
@@ -47,47 +47,6 @@ log = logging.getLogger("kvdata")
 # Releasing what a failed call still holds may take this long beyond the call's own deadline.
 CLEANUP_SECONDS = 2.0
 _HANDSHAKE_SECONDS = 10.0
-_nonce = itertools.count(secrets.randbits(31))
-
-
-@dataclass(frozen=True)
-class Request:
-    """One token sequence under one fresh request id.
-
-    A server caches a request's chunk hashes by its id, so an id is never used for two sequences. The nonce
-    after the last whole chunk changes no hash, but keeps two transfers of the same tokens apart.
-    """
-
-    model_name: str
-    salt: str
-    chunk_size: int
-    ids: list[int]
-    request_id: str
-
-    @classmethod
-    def create(cls, model_name: str, salt: str, chunk_size: int, ids: Sequence[int]) -> Request:
-        """A request over all whole chunks of ``ids``."""
-        whole = list(ids[: len(ids) // chunk_size * chunk_size])
-        whole.append(next(_nonce) & 0x7FFFFFFF)
-        return cls(model_name, salt, chunk_size, whole, f"kvdata-{uuid.uuid4().hex}")
-
-    @property
-    def chunks(self) -> int:
-        """Whole chunks in the sequence."""
-        return len(self.ids) // self.chunk_size
-
-    def key(self, start: int = 0, stop: int | None = None, worker: int | None = 0) -> CacheKey:
-        """Key of the chunks ``start .. stop``; ``worker=None`` means all shards (lookup and free)."""
-        return CacheKey(
-            model_name=self.model_name,
-            world_size=1,
-            worker_id=worker,
-            token_ids=self.ids,
-            start=start * self.chunk_size,
-            end=(self.chunks if stop is None else stop) * self.chunk_size,
-            request_id=self.request_id,
-            cache_salt=self.salt,
-        )
 
 
 class Session:
@@ -104,6 +63,7 @@ class Session:
         self.pool: MappedPool | None = None
         self._registered = False
         self._stale = False
+        self._reserving = False  # a reservation of ours may still be pending on the server
         deadline = Deadline(connection.timeout)
         self.http = Http(connection.http_url, min(connection.timeout, _HANDSHAKE_SECONDS))
         self._rpc: Rpc | None = None
@@ -137,7 +97,7 @@ class Session:
         try:
             yield request
         finally:
-            self._quietly("end_session", request.request_id)
+            self.clean_up("end_session", request.request_id)
 
     def call(self, operation: str, *args: Any, result: type[T], deadline: Deadline) -> T | None:
         """One operation on the wire."""
@@ -154,6 +114,11 @@ class Session:
         """Make the next operation shake hands anew."""
         self._stale = True
 
+    def failed(self, exc: KVCacheSDKError) -> None:
+        """Note how a call failed: after a time-out nothing waits for this session's connection again."""
+        if isinstance(exc, ServerTimeout):
+            self.mark_stale()
+
     def lookup(self, request: Request, deadline: Deadline) -> int:
         """Leading chunks that the server holds; they stay read-locked until retrieved or released."""
         try:
@@ -168,7 +133,8 @@ class Session:
                 if not deadline.remaining():
                     raise ServerTimeout(f"lookup: still loading after {deadline.seconds:g} s")
                 time.sleep(min(0.02, 0.0005 * 2**attempt, deadline.remaining()))
-        except KVCacheSDKError:
+        except KVCacheSDKError as exc:
+            self.failed(exc)
             self.release(request, request.chunks)
             raise
         raise AssertionError("unreachable")
@@ -176,13 +142,14 @@ class Session:
     def release(self, request: Request, chunks: int) -> None:
         """Give back the read locks of a lookup that is not followed by a retrieve. Never raises."""
         if chunks:
-            self._quietly("free_lookup_locks", request.key(stop=chunks, worker=None), 1)
+            self.clean_up("free_lookup_locks", request.key(stop=chunks, worker=None), 1)
 
     def abort(self, request: Request, chunks: Sequence[int]) -> None:
         """Discard reservations of a failed store before anything could publish them. Never raises."""
         try:
             self.delete(request, chunks, force=True)
         except KVCacheSDKError as exc:
+            self._reserving = True
             self.mark_stale()
             log.warning("a failed store could not be aborted (%s); the server drops it after its write TTL", exc)
 
@@ -231,13 +198,9 @@ class Session:
         if self.pid != os.getpid():
             return  # sockets and registration belong to the parent
         if rpc is not None:
-            if self._registered and not self._stale and not rpc.lost():
-                self._registered = False
-                try:
-                    deadline = Deadline(CLEANUP_SECONDS)
-                    rpc.call("unregister", self.instance_id, result=type(None), deadline=deadline)
-                except KVCacheSDKError as exc:
-                    log.warning("could not un-register: %s", exc)
+            # Un-registering publishes a pending reservation as if it were written; left alone, it expires.
+            if self._registered and not self._reserving:
+                self._clean_up(rpc, "unregister", self.instance_id)
             rpc.close()
         self.http.close()
         if self.pool is not None:
@@ -285,11 +248,19 @@ class Session:
                     "--shm-name"
                 ) from exc
 
-    def _quietly(self, operation: str, *args: Any) -> None:
-        if not self.usable():
+    def clean_up(self, operation: str, *args: Any) -> None:
+        """An operation that gives something back to the server. Never raises; waits briefly or not at all."""
+        if self._rpc is not None and self.pid == os.getpid():
+            self._clean_up(self._rpc, operation, *args)
+
+    def _clean_up(self, rpc: Rpc, operation: str, *args: Any) -> None:
+        if rpc.lost():
             return
         try:
-            self.call(operation, *args, result=type(None), deadline=Deadline(CLEANUP_SECONDS))
+            if self._stale:  # waiting was in vain before; a server that is only slow still does it
+                rpc.post(operation, *args)
+            else:
+                rpc.call(operation, *args, result=object, deadline=Deadline(CLEANUP_SECONDS))
         except KVCacheSDKError as exc:
             self.mark_stale()
             log.warning("%s failed during clean-up (%s); the server drops the leftovers by itself", operation, exc)

@@ -11,8 +11,9 @@ from itertools import pairwise
 
 import torch
 
+from kvdata.client.request import Request
 from kvdata.client.rpc import Deadline
-from kvdata.client.session import CLEANUP_SECONDS, Request, Session, log
+from kvdata.client.session import Session
 from kvdata.errors import ConnectionLost, KVCacheSDKError, ProtocolError, StoreFailed
 from kvdata.layout import dtype_name
 from kvdata.wire import tensors
@@ -37,7 +38,8 @@ def reading(session: Session, request: Request, chunks: int, deadline: Deadline)
         reply = session.call("prepare_retrieve", key, session.instance_id, result=PreparedRetrieve, deadline=deadline)
         if reply is None:
             raise ProtocolError("prepare_retrieve answered nothing")
-    except KVCacheSDKError:
+    except KVCacheSDKError as exc:
+        session.failed(exc)
         _commit_read(session, request, chunks)  # releases what the server may have recorded, else does nothing
         raise
     if not reply.success:  # the failing call has released the locks itself
@@ -73,7 +75,8 @@ def _write_slots(session: Session, request: Request, kv: torch.Tensor, start: in
     missing = list(range(start, request.chunks))
     try:
         reply = session.call("prepare_store", key, session.instance_id, result=PreparedStore, deadline=deadline)
-    except KVCacheSDKError:
+    except KVCacheSDKError as exc:
+        session.failed(exc)
         session.abort(request, missing)  # the reply may be lost with slots reserved
         raise
     if reply is None or not reply.context.slots:
@@ -150,11 +153,4 @@ def _check_pool(session: Session, operation: str) -> None:
 
 
 def _commit_read(session: Session, request: Request, chunks: int) -> None:
-    if not session.usable():
-        return
-    try:
-        key = request.key(stop=chunks)
-        session.call("commit_retrieve", key, session.instance_id, result=bool, deadline=Deadline(CLEANUP_SECONDS))
-    except KVCacheSDKError as exc:
-        session.mark_stale()
-        log.warning("read locks could not be released (%s); the server drops them after its read TTL", exc)
+    session.clean_up("commit_retrieve", request.key(stop=chunks), session.instance_id)

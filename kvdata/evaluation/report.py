@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,8 @@ def save_plot(results: Sequence[Result], path: Path, title: str) -> None:
 
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
     colours = iter(_COLOURS)
-    for policy in dict.fromkeys(r.policy for r in results):
+    policies = list(dict.fromkeys(r.policy for r in results))
+    for number, policy in enumerate(policies):
         rows = sorted((r for r in results if r.policy == policy), key=lambda r: r.keep)
         if rows[0].keep == 1.0:
             axes.axhline(0, color="black", linewidth=1, label=f"{policy} cache (NLL {rows[0].nll:.2f})")
@@ -83,8 +85,10 @@ def save_plot(results: Sequence[Result], path: Path, title: str) -> None:
         colour = "grey" if rows[0].oracle else _TRAINED if rows[0].trained else next(colours)
         low = [max(0.0, r.delta_nll - r.ci90[0]) for r in rows]
         high = [max(0.0, r.ci90[1] - r.delta_nll) for r in rows]
+        # Side by side, or the intervals of one budget would hide each other.
+        aside = 0.008 * (number - len(policies) / 2)
         axes.errorbar(
-            [r.keep for r in rows],
+            [r.keep + aside for r in rows],
             [r.delta_nll for r in rows],
             yerr=[low, high],
             color=colour,
@@ -96,8 +100,8 @@ def save_plot(results: Sequence[Result], path: Path, title: str) -> None:
         )
     axes.set_xlabel("tokens kept")
     axes.set_ylabel("NLL increase over the full cache (nats per token)")
-    axes.set_title(title)
-    axes.xaxis.set_major_formatter(PercentFormatter(1.0))
+    axes.set_title(textwrap.fill(title, 70))
+    axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.set_xticks(sorted({r.keep for r in results if r.keep < 1}))
     axes.margins(x=0.15)
     axes.grid(alpha=0.3)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
 from kvdata import Connection, KVCacheDataset, KVLayout, collate
-from kvdata.errors import MissingKV, PoolFull, ServerError, ServerTimeout, ServerUnreachable
+from kvdata.errors import MissingKV, PoolFull, PoolNotMappable, ServerError, ServerTimeout, ServerUnreachable
 from tests.conformance.conftest import check_clean, fresh_tokens, random_kv
 
 BIG = KVLayout(num_layers=8, num_kv_heads=8, head_dim=64)  # 1 MiB a chunk of 64 tokens: 20 fill the pool
@@ -148,6 +149,19 @@ def test_a_silent_server_is_a_timeout_that_names_the_operation(own_server):
         finally:
             own_server.thaw()
         assert torch.equal(ctx.retrieve(tokens), kv)
+    # What the server found in its sockets when it woke up, it did, and in the end nothing is left of it.
+    check_clean(own_server)
+
+
+def test_a_pool_that_cannot_be_mapped_says_what_to_do(own_server):
+    pool = Path(f"/dev/shm/lmcache_l1_pool_{own_server.shm_name}")
+    aside = pool.rename(pool.with_name(pool.name + "-aside"))
+    with pytest.raises(PoolNotMappable, match="--ipc=host"):
+        connection(own_server).connect()
+    aside.rename(pool)
+    check_clean(own_server)
+    with connection(own_server).connect() as ctx:
+        assert ctx.store(random_kv(64, BIG), fresh_tokens(64)) is True
 
 
 def test_nobody_there_names_the_url():

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import json
 
+import httpx
 import pytest
 import torch
 
 from kvdata import Connection, KVLayout
-from kvdata.client.discovery import published_layout
-from kvdata.errors import GeometryMismatch, InvalidRequest, ProtocolError, UnsupportedLayout
+from kvdata.client.discovery import Http, discover, published_layout
+from kvdata.errors import (
+    GeometryMismatch,
+    InvalidRequest,
+    ProtocolError,
+    ServerTimeout,
+    UnsupportedLayout,
+    UnsupportedServer,
+)
 
 
 def entry(fmt="NL_X_TWO_NB_BS_NH_HS", shape="30 x [2, 100, 128, 3, 64]", groups=1, world_size=1, **group):
@@ -145,3 +153,61 @@ def test_a_packing_is_a_permutation_of_the_bytes(packing):
         assert view[1, 0, 0, 0, 0] == 4
     with pytest.raises(GeometryMismatch, match="does not fit"):
         layout.view(chunk.flatten()[:-1])
+
+
+@pytest.mark.parametrize(
+    ("answers", "error", "match"),
+    [
+        ({"/lmc_version": "0.4.6"}, UnsupportedServer, "needs 0.4.7 or newer"),
+        ({"/config": {"mp": {"chunk_size": 64, "transport": "grpc"}}}, UnsupportedServer, "--transport zmq"),
+        (
+            {"/config": {"mp": {"chunk_size": 64, "supported_transfer_mode": "lmcache_driven"}}},
+            UnsupportedServer,
+            "--supported-transfer-mode auto",
+        ),
+        ({"/config": {}}, ProtocolError, "is this an LMCache"),
+        ({"/lmc_version": {"detail": "what?"}}, ProtocolError, "is this an LMCache server"),
+        ({"/lmc_version": None}, ProtocolError, "answered 404"),
+    ],
+)
+def test_a_server_that_cannot_be_used_is_told_apart(answers, error, match):
+    config = {"mp": {"chunk_size": 64, "transport": "zmq", "supported_transfer_mode": "auto"}}
+    found = {"/lmc_version": "0.5.6", "/config": config, "/status": {}, **answers}
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        body = found.get(request.url.path)
+        return httpx.Response(404) if body is None else httpx.Response(200, json=body)
+
+    http = Http("http://h", 1)
+    http._client = httpx.Client(base_url="http://h", transport=httpx.MockTransport(answer))
+    with pytest.raises(error, match=match):
+        discover(http)
+
+
+def test_html_and_silence_are_not_servers():
+    http = Http("http://h", 1)
+    http._client = httpx.Client(
+        base_url="http://h", transport=httpx.MockTransport(lambda _: httpx.Response(200, text="<html>"))
+    )
+    with pytest.raises(ProtocolError, match="did not answer JSON"):
+        discover(http)
+
+    def silent(request: httpx.Request) -> httpx.Response:
+        raise httpx.ReadTimeout("read timed out", request=request)
+
+    http._client = httpx.Client(base_url="http://h", transport=httpx.MockTransport(silent))
+    with pytest.raises(ServerTimeout, match="GET http://h/lmc_version"):
+        discover(http)
+
+
+def test_older_servers_spell_the_configuration_differently():
+    found = {"/lmc_version": "0.5.0", "/conf": {"mp": {"chunk_size": 16}}, "/status": {}}
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        body = found.get(request.url.path)
+        return httpx.Response(404) if body is None else httpx.Response(200, json=body)
+
+    http = Http("http://h", 1)
+    http._client = httpx.Client(base_url="http://h", transport=httpx.MockTransport(answer))
+    info = discover(http)
+    assert (info.release, info.chunk_size, info.grace_seconds) == ((0, 5, 0), 16, 3600.0)

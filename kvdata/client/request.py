@@ -1,0 +1,53 @@
+"""`Request`: one token sequence on its way through the operations of a server."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvdata.wire.messages import CacheKey
+
+_nonce = itertools.count(secrets.randbits(31))
+
+
+@dataclass(frozen=True)
+class Request:
+    """One token sequence under one fresh request id.
+
+    A server caches a request's chunk hashes by its id, so an id is never used for two sequences. The nonce
+    after the last whole chunk changes no hash, but keeps two transfers of the same tokens apart.
+    """
+
+    model_name: str
+    salt: str
+    chunk_size: int
+    ids: list[int]
+    request_id: str
+
+    @classmethod
+    def create(cls, model_name: str, salt: str, chunk_size: int, ids: Sequence[int]) -> Request:
+        """A request over all whole chunks of ``ids``."""
+        whole = list(ids[: len(ids) // chunk_size * chunk_size])
+        whole.append(next(_nonce) & 0x7FFFFFFF)
+        return cls(model_name, salt, chunk_size, whole, f"kvdata-{uuid.uuid4().hex}")
+
+    @property
+    def chunks(self) -> int:
+        """Whole chunks in the sequence."""
+        return len(self.ids) // self.chunk_size
+
+    def key(self, start: int = 0, stop: int | None = None, worker: int | None = 0) -> CacheKey:
+        """Key of the chunks ``start .. stop``; ``worker=None`` means all shards (lookup and free)."""
+        return CacheKey(
+            model_name=self.model_name,
+            world_size=1,
+            worker_id=worker,
+            token_ids=self.ids,
+            start=start * self.chunk_size,
+            end=(self.chunks if stop is None else stop) * self.chunk_size,
+            request_id=self.request_id,
+            cache_salt=self.salt,
+        )
