@@ -18,6 +18,7 @@ from kvdata.edits.policies import KeyDiff, apply_policy
 from kvdata.edits.rope import Rope
 from kvdata.engines.huggingface import HuggingFaceEngine, to_dynamic_cache
 from kvdata.engines.smollm2 import smollm2_folder
+from kvdata.models.token_scorer import TokenScorer
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -81,6 +82,25 @@ def test_later_clients_of_the_embedded_server_need_the_name_alone(server, engine
     with Connection(server.url, server.http_url, "smollm2", 20).connect() as ctx:
         assert ctx.layout == engine.layout
         assert ctx.lookup(Prefixes.from_jsonl(ingested)[0].tokens) == 128
+
+
+def test_the_readmes_training_code_runs(server, ingested, tmp_path):
+    readme = (EXAMPLES.parent / "README.md").read_text()
+    code = re.search(r"## Train on a running server\n\n```python\n(.*?)```", readme, re.DOTALL)[1]
+    for theirs, ours in (
+        ('from_pretrained("path/to/model")', f"from_pretrained({str(smollm2_folder())!r})"),
+        ('model_name="path/to/model"', 'model_name="smollm2"'),
+        ('"prefixes.jsonl"', repr(str(ingested))),
+        ("tcp://localhost:5555", server.url),
+        ("http://localhost:8080", server.http_url),
+        ("max_epochs=10", "max_epochs=1"),
+    ):
+        assert theirs in code
+        code = code.replace(theirs, ours)
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+    assert "2 of 2 cached" in done.stdout
+    assert TokenScorer.load(tmp_path / "token-scorer.pt").num_layers == 30
 
 
 def test_the_edit_example_stores_a_smaller_cache(server, engine, ingested):
