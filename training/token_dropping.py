@@ -127,7 +127,7 @@ class CompressCaches(L.LightningModule):
             for policy, revision in self.policies:
                 for keep in self.keeps:
                     smaller, _ = apply_policy(policy, kv, keep, self.rope, self.num_kv_heads, source)
-                    meta = {"index": index, **batch.meta[row]}
+                    meta = {**batch.meta[row], "index": index}
                     writes.append(CacheWrite(smaller, tokens, policy.name, revision, meta=meta))
         return writes
 

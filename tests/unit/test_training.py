@@ -1,0 +1,120 @@
+"""The recipe's parts: targets from the cache alone, kept after the first epoch; a loss that falls."""
+
+from __future__ import annotations
+
+import lightning as L
+import pytest
+import torch
+from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from kvdata import KVCacheDataset, collate
+from kvdata.edits.policies import KeyDiff, Oracle, Random
+from kvdata.edits.rope import Rope
+from kvdata.engines.huggingface import HuggingFaceEngine, attention_target
+from kvdata.models.token_scorer import TokenScorer
+from tests.unit.conftest import fresh_tokens
+from training.text import documentation_windows, split_by_document
+from training.token_dropping import CompressCaches, Teacher, TokenDropping, weights_revision
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*does not have many workers.*", "ignore:.*LeafSpec.*", "ignore:.*smaller than the logging interval.*"
+)
+
+
+@pytest.fixture(scope="module")
+def engine() -> HuggingFaceEngine:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+    )
+    return HuggingFaceEngine(LlamaForCausalLM(config), model_name="unit/model")
+
+
+@pytest.fixture
+def dataset(engine, connection):
+    """Eight prefixes of the tiny model in the server."""
+    generator = torch.Generator().manual_seed(1)
+    salt = f"training-{fresh_tokens(1)[0]}"
+    records = []
+    with connection.connect() as ctx:
+        for _ in range(8):
+            ids = torch.randint(97, (112,), generator=generator).tolist()
+            engine.store_prefix(ctx, ids[:96], salt)
+            records.append({"tokens": ids[:96], "continuation": ids[96:]})
+    data = KVCacheDataset(records, connection=connection, cache_salt=salt)
+    yield data
+    data.close()
+
+
+def scorer(engine: HuggingFaceEngine) -> TokenScorer:
+    torch.manual_seed(0)
+    layout = engine.layout
+    rope = Rope.from_config(engine.config)
+    return TokenScorer(layout.num_layers, layout.num_kv_heads, layout.head_dim, rope, width=16)
+
+
+def test_targets_are_the_models_attention_and_are_computed_once(engine, dataset):
+    batch = collate(dataset.__getitems__([2, 5]))
+    teacher = Teacher(engine)
+    found = teacher(batch)
+    assert found.shape == (2, 3, 2, 96)
+    for row in range(2):
+        attention = engine.attention(batch.kv[row], batch.continuation[row])
+        assert torch.allclose(found[row], attention_target(attention, 2), atol=1e-3)
+    batch.kv.zero_()  # were it computed again, it would differ
+    assert torch.equal(teacher(batch), found)
+
+
+def test_training_lowers_the_loss_and_changes_the_revision(engine, dataset):
+    model = scorer(engine)
+    before = weights_revision(model)
+    module = TokenDropping(model, Teacher(engine), warmup_steps=2, sampled_tokens=40)
+    losses: list[float] = []
+    module.log = lambda name, value, **_: losses.append(value.item())
+    loader = DataLoader(dataset, batch_size=2, collate_fn=collate)
+    trainer = L.Trainer(
+        max_epochs=20, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False
+    )
+    trainer.fit(module, loader)
+    assert len(losses) == 80
+    assert sum(losses[-8:]) < sum(losses[:8])
+    assert weights_revision(model) != before
+    assert weights_revision(model) == weights_revision(model)
+
+
+def test_the_teacher_is_not_part_of_the_checkpoint(engine):
+    module = TokenDropping(scorer(engine), Teacher(engine))
+    assert all(name.startswith("scorer.") for name in module.state_dict())
+
+
+def test_every_policy_compresses_every_cache_to_every_budget(engine, dataset):
+    policies = [(Random(), "r1"), (KeyDiff(), "r2"), (Oracle(), "r1")]
+    module = CompressCaches(policies, [64, 48], Rope.from_config(engine.config), 2, Teacher(engine))
+    writes = module.predict_step(collate(dataset.__getitems__([1, 3])), 0)
+    assert [(w.policy, w.revision, w.kv.shape[2], w.meta["index"]) for w in writes] == [
+        (policy.name, revision, keep, index) for index in (1, 3) for policy, revision in policies for keep in (64, 48)
+    ]
+    assert len({w.address()[1] for w in writes}) == 12  # no two share an address
+    assert writes[0].kv.dtype == dataset[1]["kv"].dtype
+
+
+def test_windows_are_split_by_document():
+    class Words:
+        def encode(self, text, *, add_special_tokens=True):
+            return [len(word) for word in text.split()]
+
+    windows = documentation_windows(Words(), 100, 20)
+    training, held_out = split_by_document(windows, 12)
+    names = [{r.meta["name"] for r in part} for part in (training, held_out)]
+    assert not names[0] & names[1]
+    assert len(held_out) >= 12
+    assert len(training) + len(held_out) == len(windows)
+    again = split_by_document(windows, 12)[1]
+    assert [r.meta for r in again] == [r.meta for r in held_out]
