@@ -54,16 +54,19 @@ class Rpc:
         self._uid = 0
         self._lost = False
         self._zmq = zmq.Context()
-        self._socket: zmq.Socket[bytes] = self._zmq.socket(zmq.DEALER)
         try:
-            self._socket.setsockopt(zmq.LINGER, 0)
-            # Without this, requests to a dead server are kept and reach its successor.
-            self._socket.setsockopt(zmq.IMMEDIATE, 1)
-            self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-            self._socket.connect(url)
+            self._open()
         except zmq.ZMQError as exc:
             self._zmq.destroy(linger=0)
             raise InvalidRequest(f"{url!r} is not a usable ZMQ URL: {exc}") from exc
+
+    def _open(self) -> None:
+        self._socket: zmq.Socket[bytes] = self._zmq.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        # Without this, requests to a dead server are kept and reach its successor.
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._socket.connect(self.url)
 
     def call(self, operation: str, *args: Any, result: type[T], deadline: Deadline) -> T | None:
         """Send one request and wait for its reply; None is the protocol's null.
@@ -86,10 +89,10 @@ class Rpc:
             raise ProtocolError(f"{operation}: {self.url} sent an answer that does not decode: {exc}") from exc
 
     def post(self, operation: str, *args: Any) -> None:
-        """Send one request without waiting for its reply, as far as the connection takes it at once."""
+        """Send one request without waiting for its reply, if the connection takes it soon."""
         with self._lock:
             try:
-                self._send(operation, args, Deadline(0))
+                self._send(operation, args, Deadline(_FLUSH_MS / 1000))
             except ServerUnreachable:
                 pass
 
@@ -119,7 +122,14 @@ class Rpc:
                 f"{operation}: no server accepts connections at {self.url} (ZMQ, waited {patience:.1f} s); "
                 "is it running, and is this the port of its --port option?"
             )
-        self._socket.send_multipart(frames, flags=zmq.NOBLOCK)
+        try:
+            self._socket.send_multipart(frames, flags=zmq.NOBLOCK)
+        except BaseException:
+            # Interrupted between two frames: closing drops the torso, which the next request would be appended to.
+            self._socket.disable_monitor()
+            self._socket.close(0)
+            self._open()
+            raise
         return uid
 
     def _wait(self, operation: str, uid: bytes, deadline: Deadline) -> bytes | None:

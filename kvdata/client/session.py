@@ -114,9 +114,9 @@ class Session:
         """Make the next operation shake hands anew."""
         self._stale = True
 
-    def failed(self, exc: KVCacheSDKError) -> None:
-        """Note how a call failed: after a time-out nothing waits for this session's connection again."""
-        if isinstance(exc, ServerTimeout):
+    def failed(self, exc: BaseException) -> None:
+        """Note how a call failed: after a time-out or interrupt nothing waits for this connection again."""
+        if isinstance(exc, ServerTimeout) or not isinstance(exc, Exception):
             self.mark_stale()
 
     def lookup(self, request: Request, deadline: Deadline) -> int:
@@ -133,7 +133,7 @@ class Session:
                 if not deadline.remaining():
                     raise ServerTimeout(f"lookup: still loading after {deadline.seconds:g} s")
                 time.sleep(min(0.02, 0.0005 * 2**attempt, deadline.remaining()))
-        except KVCacheSDKError as exc:
+        except BaseException as exc:  # an interrupt must not leave locks behind either
             self.failed(exc)
             self.release(request, request.chunks)
             raise
@@ -230,6 +230,7 @@ class Session:
             head_dim=layout.head_dim,
             packing=layout.packing,
         )
+        self._registered = True  # from here on it may be, whatever becomes of the reply
         try:
             reply = self.call("register", registration, result=Registered, deadline=_shorter(deadline))
         except ServerTimeout as exc:
@@ -237,7 +238,6 @@ class Session:
                 f"{self.connection.url} answers, but not to a registration: start the server with "
                 "--supported-transfer-mode auto"
             ) from exc
-        self._registered = True
         if reply is not None and reply.shm_name and reply.pool_size and self.pool is None:
             try:
                 self.pool = MappedPool(reply.shm_name, reply.pool_size)

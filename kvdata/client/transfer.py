@@ -38,7 +38,7 @@ def reading(session: Session, request: Request, chunks: int, deadline: Deadline)
         reply = session.call("prepare_retrieve", key, session.instance_id, result=PreparedRetrieve, deadline=deadline)
         if reply is None:
             raise ProtocolError("prepare_retrieve answered nothing")
-    except KVCacheSDKError as exc:
+    except BaseException as exc:
         session.failed(exc)
         _commit_read(session, request, chunks)  # releases what the server may have recorded, else does nothing
         raise
@@ -75,7 +75,7 @@ def _write_slots(session: Session, request: Request, kv: torch.Tensor, start: in
     missing = list(range(start, request.chunks))
     try:
         reply = session.call("prepare_store", key, session.instance_id, result=PreparedStore, deadline=deadline)
-    except KVCacheSDKError as exc:
+    except BaseException as exc:
         session.failed(exc)
         session.abort(request, missing)  # the reply may be lost with slots reserved
         raise
