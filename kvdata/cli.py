@@ -166,6 +166,34 @@ def delete(
     out.print(f"{deleted} chunks deleted")
 
 
+@app.command()
+def verify(
+    prefixes: PrefixFile,
+    model: Annotated[str, typer.Option(help="Folder of the Hugging Face model, or 'smollm2'.")],
+    url: Url = URL,
+    http_url: HttpUrl = HTTP_URL,
+    model_name: Model = None,
+    timeout: Timeout = 60.0,
+) -> None:
+    """Find the packing of a cache by comparing it with the model, and remember it. Exit code 1 when none fits."""
+    from kvdata.client.connection import Connection
+    from kvdata.client.verify import verify as compare
+    from kvdata.datasets.prefixes import Prefixes
+    from kvdata.engines.huggingface import HuggingFaceEngine
+    from kvdata.engines.smollm2 import smollm2_folder
+
+    records = Prefixes.from_jsonl(prefixes)
+    name = model_name or records.model_name
+    if name is None:
+        raise typer.BadParameter("the prefix file names no model", param_hint="--model-name")
+    engine = HuggingFaceEngine.from_pretrained(smollm2_folder() if model == "smollm2" else Path(model))
+    connection = Connection(url, http_url, name, timeout, records.layout)
+    found = compare(connection, engine, records[0].tokens.tolist(), records[0].salt or "")
+    out.print(str(found), highlight=False, soft_wrap=True)
+    if found.packing is None:
+        raise typer.Exit(1)
+
+
 def main() -> None:
     """Entry point: kvdata's own errors become one line on stderr and exit code 1."""
     try:

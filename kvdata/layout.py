@@ -3,10 +3,13 @@
 Axes: ``2`` K/V, ``L`` layers, ``T`` tokens, ``H`` KV heads, ``S`` head size, ``D = H * S``.
 
 This is the only module that knows byte orders. A packing says how the elements of one stored chunk lie in
-memory; both packings here are plain strides, so decoding is a view and one copy:
+memory; each is a set of strides, so decoding and encoding are one copy between views:
 
 * ``split``: ``[2, L, T, H, S]``, one K plane and one V plane.
 * ``fused``: ``[L, T, H, 2 * S]``, the K dims of a head followed by its V dims.
+* ``vllm-cpu``: what vLLM's CPU backend stores. Its blocks of ``N`` tokens hold, per head, K transposed ``[S, N]``
+  followed by V ``[N, S]``; a server takes these ``2 * S * N`` elements for ``N`` rows of ``[K | V]``, and so puts
+  element ``p`` of a head's block into row ``p // 2S``, column ``p % 2S`` of a ``fused`` chunk.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import torch
 
 from kvdata.errors import GeometryMismatch, InvalidRequest
 
-PACKINGS = ("split", "fused")
+PACKINGS = ("split", "fused", "vllm-cpu")
 DTYPES: dict[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
@@ -49,7 +52,8 @@ class KVLayout:
         num_kv_heads: key/value heads ``H`` (after grouping, not query heads).
         head_dim: size ``S`` of one head.
         dtype: element type of the stored cache.
-        packing: ``"split"`` or ``"fused"``.
+        packing: ``"split"``, ``"fused"`` or ``"vllm-cpu"``.
+        block_size: tokens in a block of the engine's own cache; only ``"vllm-cpu"`` needs it.
     """
 
     num_layers: int
@@ -57,6 +61,7 @@ class KVLayout:
     head_dim: int
     dtype: torch.dtype = torch.bfloat16
     packing: str = "split"
+    block_size: int | None = None
 
     def __post_init__(self) -> None:
         for field in ("num_layers", "num_kv_heads", "head_dim"):
@@ -66,6 +71,15 @@ class KVLayout:
         if self.packing not in PACKINGS:
             raise InvalidRequest(f"unknown packing {self.packing!r}; known: {', '.join(PACKINGS)}")
         parse_dtype(dtype_name(self.dtype))
+        if self.packing != "vllm-cpu":
+            object.__setattr__(self, "block_size", None)  # the other packings know no blocks
+        else:
+            row = 2 * self.head_dim
+            if not self.block_size or (self.block_size % row and row % self.block_size) or self.block_size % 2:
+                raise InvalidRequest(
+                    f"packing vllm-cpu needs block_size, the tokens in a block of the engine's cache (128 in vLLM), "
+                    f"as a multiple or divisor of {row}; got {self.block_size!r}"
+                )
 
     @property
     def hidden(self) -> int:
@@ -89,18 +103,66 @@ class KVLayout:
         return (2, self.num_layers, tokens, self.hidden)
 
     def view(self, chunk: torch.Tensor) -> torch.Tensor:
-        """A stored chunk as a strided view ``[2, L, T, H, S]``; nothing is copied.
+        """A stored chunk as ``[2, L, T, H, S]``: a strided view, or a copy where strides cannot express the packing.
 
-        Accepts the shapes servers hand out: with a leading plane axis of 1 (written by an engine), or
-        flat. Raises `GeometryMismatch` when the element count is not a whole number of tokens.
+        Accepts the shapes servers hand out: with a leading plane axis of 1 (written by an engine), or flat. Raises
+        `GeometryMismatch` when the element count is not a whole number of tokens.
         """
-        per_token = 2 * self.num_layers * self.hidden
-        tokens, rest = divmod(chunk.numel(), per_token)
+        if self.packing != "vllm-cpu":
+            return self._stored(chunk)
+        kv = torch.empty(2, self.num_layers, self._tokens(chunk), self.hidden, dtype=self.dtype)
+        self.decode(chunk, kv)
+        return self.heads(kv)
+
+    def decode(self, chunk: torch.Tensor, kv: torch.Tensor, layer: int | None = None) -> None:
+        """Copy a stored chunk into ``kv`` (``[2, L, T, D]``, or ``[2, 1, T, D]`` for one ``layer`` of it)."""
+        for stored, wanted in self._pairs(chunk, kv, layer):
+            wanted.copy_(stored)
+
+    def encode(self, kv: torch.Tensor, chunk: torch.Tensor) -> None:
+        """Copy ``kv`` (``[2, L, T, D]``) into the memory of a chunk; the inverse of `decode`."""
+        for stored, given in self._pairs(chunk, kv, None):
+            stored.copy_(given)
+
+    def _pairs(
+        self, chunk: torch.Tensor, kv: torch.Tensor, layer: int | None
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Views of the chunk and of ``kv`` that hold the same elements at the same place."""
+        heads = self.heads(kv)
+        layers = slice(None) if layer is None else slice(layer, layer + 1)
+        if self.packing != "vllm-cpu":
+            return [(self._stored(chunk)[:, layers], heads)]
+        tokens, block, size = self._tokens(chunk), self.block_size or 0, self.head_dim
+        if tokens % block:
+            raise GeometryMismatch(f"a chunk of {tokens} tokens is not whole blocks of {block}")
+        rows = chunk.view(self.num_layers, tokens // block, block, self.num_kv_heads, 2 * size)[layers]
+        keys, values = _split(heads, 2, -1, block)  # [L, blocks, N, H, S]
+        first, second = rows.chunk(2, dim=2)  # K fills the first half of the rows, V the second: [.., N/2, H, 2S]
+        # K's element (dim d, token n) is p = d * N + n of its block.
+        if block <= 2 * size:  # a row holds several dims of all the block's tokens
+            dims = 2 * size // block
+            stored = _split(first, 4, dims, block).permute(0, 1, 5, 3, 2, 4)  # [L, blocks, N, H, S/dims, dims]
+            pair = (stored, _split(keys, 4, -1, dims))
+        else:  # several rows hold one dim
+            parts = block // (2 * size)
+            stored = _split(first, 2, size, parts).permute(0, 1, 3, 5, 4, 2)  # [L, blocks, parts, 2S, H, S]
+            pair = (stored, _split(keys, 2, parts, 2 * size))
+        # V's element (token n, dim d) is p = n * S + d behind K: a row holds two tokens.
+        v_stored = _split(second, 4, 2, size).permute(0, 1, 2, 4, 3, 5)  # [L, blocks, N/2, 2, H, S]
+        return [pair, (v_stored, _split(values, 2, -1, 2))]
+
+    def _tokens(self, chunk: torch.Tensor) -> int:
+        tokens, rest = divmod(chunk.numel(), 2 * self.num_layers * self.hidden)
         if rest or not tokens or chunk.dtype != self.dtype:
             raise GeometryMismatch(
                 f"stored chunk {tuple(chunk.shape)} of {chunk.dtype} does not fit {self}; "
                 "is the layout (heads, head size, dtype) that of the model in the server?"
             )
+        return tokens
+
+    def _stored(self, chunk: torch.Tensor) -> torch.Tensor:
+        """A split or fused chunk as a view ``[2, L, T, H, S]``."""
+        tokens = self._tokens(chunk)
         if self.fused:
             fused = chunk.view(self.num_layers, tokens, self.num_kv_heads, 2, self.head_dim)
             return fused.permute(3, 0, 1, 2, 4)
@@ -131,6 +193,7 @@ class KVLayout:
             "head_dim": self.head_dim,
             "dtype": dtype_name(self.dtype),
             "packing": self.packing,
+            **({"block_size": self.block_size} if self.block_size else {}),
         }
 
     @classmethod
@@ -138,10 +201,17 @@ class KVLayout:
         """Inverse of `to_dict`; `InvalidRequest` names what is missing."""
         try:
             fields = {key: data[key] for key in ("num_layers", "num_kv_heads", "head_dim", "packing")}
-            return cls(dtype=parse_dtype(data["dtype"]), **fields)
+            return cls(dtype=parse_dtype(data["dtype"]), block_size=data.get("block_size"), **fields)
         except KeyError as exc:
             raise InvalidRequest(f"layout lacks the field {exc.args[0]!r}") from exc
 
-    def with_packing(self, packing: str) -> KVLayout:
+    def with_packing(self, packing: str, block_size: int | None = None) -> KVLayout:
         """The same geometry in another packing."""
-        return replace(self, packing=packing)
+        return replace(self, packing=packing, block_size=block_size)
+
+
+def _split(tensor: torch.Tensor, axis: int, outer: int, inner: int) -> torch.Tensor:
+    """View with one axis as two; one of them may be -1."""
+    length = tensor.shape[axis]
+    sizes = (length // inner if outer == -1 else outer, length // outer if inner == -1 else inner)
+    return tensor.view(*tensor.shape[:axis], *sizes, *tensor.shape[axis + 1 :])

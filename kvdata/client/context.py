@@ -23,6 +23,7 @@ from kvdata.client.rpc import Deadline
 from kvdata.client.session import Session
 from kvdata.client.storing import StoreReport, store_chunks
 from kvdata.client.transfer import Vanished
+from kvdata.client.verify import Model, Verification, verify
 from kvdata.errors import CacheLocked, ConnectionLost, GeometryMismatch, InvalidRequest, ServerTimeout
 from kvdata.layout import KVLayout
 from kvdata.wire.keys import Tokens, check_salt, token_list
@@ -228,6 +229,10 @@ class KVCacheContext:
         if locked:
             raise CacheLocked(f"{locked} chunks are being read and were kept ({deleted} deleted); delete again later")
         return deleted
+
+    def verify(self, model: Model, tokens: Tokens, cache_salt: str = "") -> Verification:
+        """Compare a cached prefix with a forward of ``model``; see `kvdata.client.verify.verify`."""
+        return verify(self.connection, model, _checked(tokens, cache_salt), cache_salt)
 
     # -- sessions -----------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 
 from kvdata.client.connection import Connection
+from kvdata.client.packings import recall_packing
 from kvdata.errors import (
     GeometryMismatch,
     InvalidRequest,
@@ -174,7 +175,10 @@ def published_layout(entry: Mapping[str, Any], connection: Connection) -> KVLayo
         heads, packing = _fused(connection, kv_format)
     else:
         raise UnsupportedLayout(f"{name}: cache format {kv_format} cannot be read as [2, L, T, D]")
-    found = KVLayout(num_layers, *heads, dtype=dtype, packing=packing)
+    try:
+        found = KVLayout(num_layers, *heads, dtype=dtype, packing=packing, block_size=group.get("tokens_per_block"))
+    except InvalidRequest as exc:
+        raise UnsupportedLayout(f"{name}: {exc}") from exc
     if found.token_bytes != token_bytes:
         raise GeometryMismatch(
             f"{name}: {found} takes {found.token_bytes} bytes a token, the engine's cache takes {token_bytes}; "
@@ -189,10 +193,13 @@ def _fused(connection: Connection, kv_format: str) -> tuple[tuple[int, int], str
     packing = connection.packing
     if packing == "auto" and connection.layout is not None and connection.layout.fused:
         packing = connection.layout.packing
+    if packing == "auto":
+        packing = recall_packing(connection) or packing
     if packing in ("auto", "split"):
         raise UnsupportedLayout(
             f"{connection.model_name}: the engine stores K and V fused ({kv_format}), and different engines order "
-            'the bytes differently under that name; say packing="fused" for [K | V] per head'
+            'the bytes differently under that name; say packing="vllm-cpu" for vLLM on a CPU, packing="fused" for '
+            "[K | V] per head, or find out with `kvdata verify`"
         )
     heads = connection.heads()
     if heads is None:

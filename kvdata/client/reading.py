@@ -50,10 +50,11 @@ def readable_chunks(session: Session, ids: Sequence[int], salt: str, deadline: D
 
 def gather(chunks: list[torch.Tensor], layout: KVLayout, layers: Layers, out: torch.Tensor | None) -> torch.Tensor:
     """Copy stored chunks into one ``[2, L', hit, D]`` tensor: each byte is moved once."""
-    views = [layout.view(chunk) for chunk in chunks]
     index = range(layout.num_layers)[layers] if isinstance(layers, slice) else layers
-    count = layout.num_layers if index is None else len(index)
-    tokens = sum(view.shape[2] for view in views)
+    numbers = None if index is None else _layer_numbers(index, layout)
+    count = layout.num_layers if numbers is None else len(numbers)
+    per_token = layout.token_bytes // layout.dtype.itemsize
+    tokens = sum(chunk.numel() for chunk in chunks) // per_token
     if out is None:
         out = torch.empty((2, count, tokens, layout.hidden), dtype=layout.dtype)
     elif (
@@ -64,23 +65,23 @@ def gather(chunks: list[torch.Tensor], layout: KVLayout, layers: Layers, out: to
         or out.device.type != "cpu"
     ):
         raise GeometryMismatch(
-            f"out has shape {tuple(out.shape)} on {out.device}, this hit needs [2, {count}, {tokens}, {layout.hidden}] "
-            "on the CPU"
+            f"out has shape {tuple(out.shape)} on {out.device}, this hit needs "
+            f"[2, {count}, {tokens}, {layout.hidden}] on the CPU"
         )
-    heads = layout.heads(out)
     start = 0
-    for view in views:
-        target = heads[:, :, start : start + view.shape[2]]
-        if index is None:
-            target.copy_(view)
+    for chunk in chunks:
+        target = out[:, :, start : start + chunk.numel() // per_token]
+        if numbers is None:
+            layout.decode(chunk, target)
         else:
-            for row, layer in enumerate(_layer_numbers(index, layout)):
-                target[:, row].copy_(view[:, layer])
-        start += view.shape[2]
+            for row, layer in enumerate(numbers):
+                layout.decode(chunk, target[:, row : row + 1], layer)
+        start += target.shape[2]
     return out[:, :, :tokens]
 
 
-def _layer_numbers(index: Sequence[int], layout: KVLayout) -> Sequence[int]:
-    if any(not -layout.num_layers <= layer < layout.num_layers for layer in index):
-        raise GeometryMismatch(f"layers {list(index)} do not exist in a model of {layout.num_layers} layers")
-    return index
+def _layer_numbers(index: Sequence[int], layout: KVLayout) -> list[int]:
+    try:
+        return [range(layout.num_layers)[layer] for layer in index]
+    except IndexError as exc:
+        raise GeometryMismatch(f"layers {list(index)} do not exist in a model of {layout.num_layers} layers") from exc

@@ -34,6 +34,7 @@ from kvdata.errors import (
     PoolNotMappable,
     ProtocolError,
     ServerTimeout,
+    UnsupportedLayout,
     UnsupportedServer,
 )
 from kvdata.layout import KVLayout, dtype_name
@@ -75,6 +76,11 @@ class Session:
             self.name = f"kvdata/{uuid.uuid4().hex}" if served else connection.model_name
             self.instance_id = secrets.randbits(62)
             self._rpc = Rpc(connection.url, self.info.release)
+            if self.chunk_size % (self.layout.block_size or 1):
+                raise UnsupportedLayout(
+                    f"{connection.http_url} has chunks of {self.chunk_size} tokens, which are not whole blocks of "
+                    f"{self.layout.block_size}; start it with another --chunk-size"
+                )
             self._check_peer(deadline)
             self._register(deadline)
         except BaseException:
@@ -220,7 +226,7 @@ class Session:
             instance_id=self.instance_id,
             model_name=self.name,
             world_size=1,
-            block_size=self.chunk_size,
+            block_size=layout.block_size or self.chunk_size,
             num_layers=layout.num_layers,
             hidden_dim_size=layout.chunk_shape(self.chunk_size)[-1],
             dtype_str=dtype_name(layout.dtype),

@@ -67,7 +67,7 @@ def write(session: Session, request: Request, kv: torch.Tensor, start: int, dead
 
 def _chunk(session: Session, kv: torch.Tensor, index: int) -> torch.Tensor:
     size = session.chunk_size
-    return session.layout.heads(kv[:, :, index * size : (index + 1) * size])
+    return kv[:, :, index * size : (index + 1) * size]
 
 
 def _write_slots(session: Session, request: Request, kv: torch.Tensor, start: int, deadline: Deadline) -> int:
@@ -87,7 +87,7 @@ def _write_slots(session: Session, request: Request, kv: torch.Tensor, start: in
         if len(set(reserved)) != len(slots) or not set(reserved) <= set(missing):
             raise ProtocolError(f"prepare_store answered {len(slots)} slots for the chunks {reserved}")
         for index, slot in zip(reserved, slots, strict=True):
-            session.layout.view(slot).copy_(_chunk(session, kv, index))
+            session.layout.encode(_chunk(session, kv, index), slot)
         _check_pool(session, "store")
         done = session.call("commit_store", key, session.instance_id, b"", result=bool, deadline=deadline)
     except BaseException:
@@ -103,7 +103,7 @@ def _write_pickle(session: Session, request: Request, kv: torch.Tensor, start: i
     chunks = []
     for index in range(start, request.chunks):
         chunk = torch.empty(shape, dtype=session.layout.dtype)
-        session.layout.view(chunk.flatten()).copy_(_chunk(session, kv, index))
+        session.layout.encode(_chunk(session, kv, index), chunk)
         chunks.append(chunk)
     payload = tensors.dumps(chunks)
     done = session.call(

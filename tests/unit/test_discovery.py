@@ -6,7 +6,6 @@ import json
 
 import httpx
 import pytest
-import torch
 
 from kvdata import Connection, KVLayout
 from kvdata.client.discovery import Http, discover, published_layout
@@ -64,7 +63,7 @@ CONFIG = {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576
 
 
 def test_a_fused_layout_is_never_guessed():
-    with pytest.raises(UnsupportedLayout, match='say packing="fused"'):
+    with pytest.raises(UnsupportedLayout, match='packing="fused" for'):
         published_layout(FUSED, connection(model_config=CONFIG))
     with pytest.raises(UnsupportedLayout, match="model_config="):
         published_layout(FUSED, connection(packing="fused"))
@@ -126,33 +125,6 @@ def test_a_layout_that_contradicts_the_engine_is_refused():
 def test_a_connection_checks_its_arguments(arguments, match):
     with pytest.raises(InvalidRequest, match=match):
         Connection(*arguments)
-
-
-def test_layouts_check_themselves_and_survive_json():
-    layout = KVLayout(2, 3, 4, torch.float16, "fused")
-    assert KVLayout.from_dict(json.loads(json.dumps(layout.to_dict()))) == layout
-    assert (layout.hidden, layout.token_bytes, layout.chunk_shape(5)) == (12, 96, (2, 5, 24))
-    assert layout.with_packing("split").chunk_shape(5) == (2, 2, 5, 12)
-    for bad in ((0, 1, 1), (1, True, 1), (1, 1, 1.5), (1, 1, 1, torch.int8), (1, 1, 1, torch.float16, "x")):
-        with pytest.raises(InvalidRequest):
-            KVLayout(*bad)
-    with pytest.raises(InvalidRequest, match="lacks the field"):
-        KVLayout.from_dict({"num_layers": 1})
-
-
-@pytest.mark.parametrize("packing", ["split", "fused"])
-def test_a_packing_is_a_permutation_of_the_bytes(packing):
-    layout = KVLayout(2, 3, 4, torch.float32, packing)
-    chunk = torch.arange(2 * 2 * 5 * 12, dtype=torch.float32).view(layout.chunk_shape(5))
-    view = layout.view(chunk)
-    assert view.shape == (2, 2, 5, 3, 4)
-    assert view.data_ptr() == chunk.data_ptr()
-    assert sorted(view.flatten().tolist()) == chunk.flatten().tolist()
-    if packing == "fused":  # K of head 1 of token 0 in layer 0 follows K and V of head 0
-        assert view[0, 0, 0, 1, 0] == 8
-        assert view[1, 0, 0, 0, 0] == 4
-    with pytest.raises(GeometryMismatch, match="does not fit"):
-        layout.view(chunk.flatten()[:-1])
 
 
 @pytest.mark.parametrize(
