@@ -205,6 +205,12 @@ class KVLayout:
         except KeyError as exc:
             raise InvalidRequest(f"layout lacks the field {exc.args[0]!r}") from exc
 
+    def shard(self, world_size: int) -> KVLayout:
+        """The part of each of ``world_size`` tensor-parallel workers: its share of the heads."""
+        if self.num_kv_heads % world_size:
+            raise GeometryMismatch(f"{self.num_kv_heads} KV heads cannot be shared by {world_size} workers")
+        return replace(self, num_kv_heads=self.num_kv_heads // world_size)
+
     def with_packing(self, packing: str, block_size: int | None = None) -> KVLayout:
         """The same geometry in another packing."""
         return replace(self, packing=packing, block_size=block_size)

@@ -29,6 +29,8 @@ class Connection:
         layout: geometry of the cache, for a model that no engine has registered.
         packing: byte order of a fused cache; ``"auto"`` takes what is known and never guesses.
         model_config: the model's ``config.json`` as a dict or a path: heads and head size of a fused cache.
+        world_size: tensor-parallel workers that share the cache by heads; None takes what the engine registered, and 1
+            where there is none. Layouts and tensors are those of the whole model.
     """
 
     url: str
@@ -38,6 +40,7 @@ class Connection:
     layout: KVLayout | None = None
     packing: str = "auto"
     model_config: Mapping[str, Any] | str | Path | None = None
+    world_size: int | None = None
 
     def __post_init__(self) -> None:
         check_model_name(self.model_name)
@@ -47,6 +50,8 @@ class Connection:
             raise InvalidRequest(f"http_url must start with http:// or https://, got {self.http_url!r}")
         if not self.timeout > 0:
             raise InvalidRequest(f"timeout must be a positive number of seconds, got {self.timeout!r}")
+        if self.world_size is not None and not 1 <= self.world_size <= 255:
+            raise InvalidRequest(f"world_size must be 1 .. 255, got {self.world_size!r}")
         if self.packing not in ("auto", *PACKINGS):
             raise InvalidRequest(f"unknown packing {self.packing!r}; known: auto, {', '.join(PACKINGS)}")
 

@@ -18,7 +18,7 @@ from typing import TypeVar
 import torch
 
 from kvdata.client.connection import Connection
-from kvdata.client.reading import Layers, Lease, gather, open_lease, readable_chunks
+from kvdata.client.reading import Layers, Lease, gather, open_lease, readable_chunks, views
 from kvdata.client.rpc import Deadline
 from kvdata.client.session import Session
 from kvdata.client.storing import StoreReport, store_chunks
@@ -154,9 +154,9 @@ class KVCacheContext:
             ServerError: see `kvdata.errors`.
         """
         with self._leased("retrieve", tokens, cache_salt) as lease:
-            if not lease.chunks:
+            if not lease.hit:
                 return None
-            kv = gather(lease.chunks, lease.layout, layers, out)
+            kv = gather(lease, layers, out)
         self._stats.retrieved_tokens += kv.shape[2]
         self._stats.retrieved_bytes += kv.numel() * kv.element_size()
         return kv
@@ -167,11 +167,12 @@ class KVCacheContext:
 
         Yields one strided view ``[2, L, chunk, H, S]`` per cached chunk, none on a miss. The chunks cannot be
         evicted inside the block; the views are invalid after it, and after the server's read TTL (300 s by
-        default). In pickle mode they are copies, and nothing is locked. Treat them as read-only: writing
+        default). In pickle mode they are copies, and nothing is locked; with tensor parallelism and in packing
+        ``vllm-cpu`` they are copies too. Treat them as read-only: writing
         changes the cache itself.
         """
         with self._leased("lease", tokens, cache_salt) as lease:
-            yield [lease.layout.view(chunk) for chunk in lease.chunks]
+            yield views(lease)
 
     # -- writing ------------------------------------------------------------------------------------
 
@@ -214,7 +215,8 @@ class KVCacheContext:
         return report.stored > 0
 
     def delete(self, tokens: Tokens, cache_salt: str = "") -> int:
-        """Remove all whole chunks of ``tokens`` from the server's memory; returns how many were there.
+        """Remove all whole chunks of ``tokens`` from the server's memory; returns how many objects were there (one a
+        chunk and worker).
 
         Chunks that other prompts share (a common head) go too. Raises `CacheLocked` when a reader holds
         some; the others are deleted then.

@@ -143,14 +143,13 @@ def engine_models(status: Any) -> set[str]:
 def published_layout(entry: Mapping[str, Any], connection: Connection) -> KVLayout:
     """Geometry of a model from what its engine published.
 
-    Raises `UnsupportedLayout` for MLA, hybrid, sharded or unknown caches, and for a fused cache whose heads
+    Raises `UnsupportedLayout` for MLA, hybrid or unknown caches, and for a fused cache whose heads
     or packing were not given; `GeometryMismatch` when a given layout contradicts the published one.
     """
     name = connection.model_name
-    if entry.get("world_size", 1) != 1:
-        raise UnsupportedLayout(
-            f"{name} is served with world size {entry['world_size']}; sharded caches cannot be read yet"
-        )
+    world_size = registered_world_size(entry)
+    if connection.world_size not in (None, world_size):
+        raise GeometryMismatch(f"{name} is served by {world_size} workers, not by world_size={connection.world_size}")
     try:
         layout = entry["kv_cache_layout"]
         groups: Sequence[Mapping[str, Any]] = layout["kernel_groups"]
@@ -170,23 +169,34 @@ def published_layout(entry: Mapping[str, Any], connection: Connection) -> KVLayo
             raise UnsupportedLayout(f"{name}: {exc}") from exc
         raise ProtocolError(f"the server's /status describes {name} in an unknown way: {exc!r}") from exc
     if kv_format in _SPLIT_FORMATS:
-        heads, packing = _bracket(shape, _SPLIT_FORMATS[kv_format], name), "split"
+        (heads, head_dim), packing = _bracket(shape, _SPLIT_FORMATS[kv_format], name), "split"
+        heads *= world_size  # each worker publishes its own share
     elif kv_format in _FUSED_FORMATS:
-        heads, packing = _fused(connection, kv_format)
+        (heads, head_dim), packing = _fused(connection, kv_format)
     else:
         raise UnsupportedLayout(f"{name}: cache format {kv_format} cannot be read as [2, L, T, D]")
     try:
-        found = KVLayout(num_layers, *heads, dtype=dtype, packing=packing, block_size=group.get("tokens_per_block"))
+        block_size = group.get("tokens_per_block")
+        found = KVLayout(num_layers, heads, head_dim, dtype=dtype, packing=packing, block_size=block_size)
     except InvalidRequest as exc:
         raise UnsupportedLayout(f"{name}: {exc}") from exc
-    if found.token_bytes != token_bytes:
+    if found.token_bytes != token_bytes * world_size:
         raise GeometryMismatch(
-            f"{name}: {found} takes {found.token_bytes} bytes a token, the engine's cache takes {token_bytes}; "
+            f"{name}: {found} takes {found.token_bytes} bytes a token, the engine's cache takes "
+            f"{token_bytes * world_size}; "
             "check num_kv_heads and head_dim"
         )
     if connection.layout is not None and connection.layout != found:
         raise GeometryMismatch(f"layout= says {connection.layout}, but the engine registered {found} for {name}")
     return found
+
+
+def registered_world_size(entry: Mapping[str, Any]) -> int:
+    """How many workers an engine's registration says share a model's cache."""
+    world_size = entry.get("world_size", 1)
+    if not isinstance(world_size, int) or not 1 <= world_size <= 255:
+        raise ProtocolError(f"the server's /status gives {entry.get('model_name')} the world size {world_size!r}")
+    return world_size
 
 
 def _fused(connection: Connection, kv_format: str) -> tuple[tuple[int, int], str]:

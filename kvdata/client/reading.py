@@ -19,10 +19,10 @@ Layers = Sequence[int] | slice | None
 
 @dataclass
 class Lease:
-    """A hit: its length in tokens and its chunks (flat tensors), read-locked until `close`."""
+    """A hit: its length in tokens and each worker's chunks (flat tensors), read-locked until `close`."""
 
     hit: int
-    chunks: list[torch.Tensor]
+    workers: list[list[torch.Tensor]]
     layout: KVLayout
     _locks: ExitStack = field(default_factory=ExitStack)
 
@@ -36,8 +36,16 @@ def open_lease(session: Session, ids: Sequence[int], salt: str, deadline: Deadli
     with ExitStack() as locks:
         request = locks.enter_context(session.sequence(ids, salt))
         hit = session.lookup(request, deadline) if request.chunks else 0
-        chunks = locks.enter_context(reading(session, request, hit, deadline)) if hit else []
-        return Lease(hit * session.chunk_size, chunks, session.layout, locks.pop_all())
+        workers: list[list[torch.Tensor]] = []
+        try:
+            while hit and len(workers) < session.world_size:
+                worker = len(workers)
+                workers.append(locks.enter_context(reading(session, request, hit, worker, deadline)))
+        except BaseException:  # the worker that failed has given its locks back, the ones after it still hold theirs
+            for worker in range(len(workers) + 1, session.world_size):
+                session.release(request, hit, worker)
+            raise
+        return Lease(hit * session.chunk_size, workers, session.layout, locks.pop_all())
 
 
 def readable_chunks(session: Session, ids: Sequence[int], salt: str, deadline: Deadline) -> int:
@@ -48,36 +56,42 @@ def readable_chunks(session: Session, ids: Sequence[int], salt: str, deadline: D
         return hit
 
 
-def gather(chunks: list[torch.Tensor], layout: KVLayout, layers: Layers, out: torch.Tensor | None) -> torch.Tensor:
-    """Copy stored chunks into one ``[2, L', hit, D]`` tensor: each byte is moved once."""
+def gather(lease: Lease, layers: Layers, out: torch.Tensor | None) -> torch.Tensor:
+    """Copy a lease's chunks into one ``[2, L', hit, D]`` tensor: each byte is moved once."""
+    layout = lease.layout
     index = range(layout.num_layers)[layers] if isinstance(layers, slice) else layers
     numbers = None if index is None else _layer_numbers(index, layout)
     count = layout.num_layers if numbers is None else len(numbers)
-    per_token = layout.token_bytes // layout.dtype.itemsize
-    tokens = sum(chunk.numel() for chunk in chunks) // per_token
     if out is None:
-        out = torch.empty((2, count, tokens, layout.hidden), dtype=layout.dtype)
+        out = torch.empty((2, count, lease.hit, layout.hidden), dtype=layout.dtype)
     elif (
         out.ndim != 4
         or out.shape[:2] != (2, count)
-        or out.shape[2] < tokens
+        or out.shape[2] < lease.hit
         or out.shape[3] != layout.hidden
         or out.device.type != "cpu"
     ):
         raise GeometryMismatch(
             f"out has shape {tuple(out.shape)} on {out.device}, this hit needs "
-            f"[2, {count}, {tokens}, {layout.hidden}] on the CPU"
+            f"[2, {count}, {lease.hit}, {layout.hidden}] on the CPU"
         )
-    start = 0
-    for chunk in chunks:
-        target = out[:, :, start : start + chunk.numel() // per_token]
-        if numbers is None:
-            layout.decode(chunk, target)
-        else:
-            for row, layer in enumerate(numbers):
-                layout.decode(chunk, target[:, row : row + 1], layer)
-        start += target.shape[2]
-    return out[:, :, :tokens]
+    shard = layout.shard(len(lease.workers))
+    for chunks, part in zip(lease.workers, out.chunk(len(lease.workers), dim=-1), strict=True):
+        for chunk, target in zip(chunks, part[:, :, : lease.hit].chunk(len(chunks), dim=2), strict=True):
+            if numbers is None:
+                shard.decode(chunk, target)
+            else:
+                for row, layer in enumerate(numbers):
+                    shard.decode(chunk, target[:, row : row + 1], layer)
+    return out[:, :, : lease.hit]
+
+
+def views(lease: Lease) -> list[torch.Tensor]:
+    """Each chunk of a lease as ``[2, L, chunk, H, S]``: a view where one worker holds all heads, else a copy."""
+    if len(lease.workers) < 2:
+        return [lease.layout.view(chunk) for chunks in lease.workers for chunk in chunks]
+    shard = lease.layout.shard(len(lease.workers))
+    return [torch.cat([shard.view(c) for c in column], dim=3) for column in zip(*lease.workers, strict=True)]
 
 
 def _layer_numbers(index: Sequence[int], layout: KVLayout) -> list[int]:

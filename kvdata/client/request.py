@@ -22,28 +22,29 @@ class Request:
     """
 
     model_name: str
+    world_size: int
     salt: str
     chunk_size: int
     ids: list[int]
     request_id: str
 
     @classmethod
-    def create(cls, model_name: str, salt: str, chunk_size: int, ids: Sequence[int]) -> Request:
+    def create(cls, model_name: str, world_size: int, salt: str, chunk_size: int, ids: Sequence[int]) -> Request:
         """A request over all whole chunks of ``ids``."""
         whole = list(ids[: len(ids) // chunk_size * chunk_size])
         whole.append(next(_nonce) & 0x7FFFFFFF)
-        return cls(model_name, salt, chunk_size, whole, f"kvdata-{uuid.uuid4().hex}")
+        return cls(model_name, world_size, salt, chunk_size, whole, f"kvdata-{uuid.uuid4().hex}")
 
     @property
     def chunks(self) -> int:
         """Whole chunks in the sequence."""
         return len(self.ids) // self.chunk_size
 
-    def key(self, start: int = 0, stop: int | None = None, worker: int | None = 0) -> CacheKey:
+    def key(self, start: int = 0, stop: int | None = None, worker: int | None = None) -> CacheKey:
         """Key of the chunks ``start .. stop``; ``worker=None`` means all shards (lookup and free)."""
         return CacheKey(
             model_name=self.model_name,
-            world_size=1,
+            world_size=self.world_size,
             worker_id=worker,
             token_ids=self.ids,
             start=start * self.chunk_size,

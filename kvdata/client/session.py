@@ -25,6 +25,7 @@ from kvdata.client.discovery import (
     engine_models,
     published_layout,
     registered_clients,
+    registered_world_size,
 )
 from kvdata.client.request import Request
 from kvdata.client.rpc import Deadline, Rpc
@@ -71,6 +72,11 @@ class Session:
         try:
             self.info = discover(self.http)
             self.layout, served = _resolve(self.info, connection, known_layout)
+            if served:
+                self.world_size = registered_world_size(self.info.engines[connection.model_name])
+            else:
+                self.world_size = connection.world_size or 1
+            self.shard = self.layout.shard(self.world_size)
             # Beside an engine a registration under the real name would overwrite the engine's layout on the
             # server; without one, the real name must be registered or every lookup answers 0.
             self.name = f"kvdata/{uuid.uuid4().hex}" if served else connection.model_name
@@ -94,7 +100,7 @@ class Session:
 
     def request(self, ids: Sequence[int], salt: str) -> Request:
         """A new request for the connection's model."""
-        return Request.create(self.connection.model_name, salt, self.chunk_size, ids)
+        return Request.create(self.connection.model_name, self.world_size, salt, self.chunk_size, ids)
 
     @contextmanager
     def sequence(self, ids: Sequence[int], salt: str) -> Iterator[Request]:
@@ -145,31 +151,34 @@ class Session:
             raise
         raise AssertionError("unreachable")
 
-    def release(self, request: Request, chunks: int) -> None:
-        """Give back the read locks of a lookup that is not followed by a retrieve. Never raises."""
+    def release(self, request: Request, chunks: int, worker: int | None = None) -> None:
+        """Give back the read locks (of one worker's chunks) that no retrieve uses up. Never raises."""
         if chunks:
-            self.clean_up("free_lookup_locks", request.key(stop=chunks, worker=None), 1)
+            self.clean_up("free_lookup_locks", request.key(stop=chunks, worker=worker), 1)
 
-    def abort(self, request: Request, chunks: Sequence[int]) -> None:
+    def abort(self, request: Request, chunks: Sequence[int], worker: int) -> None:
         """Discard reservations of a failed store before anything could publish them. Never raises."""
         try:
-            self.delete(request, chunks, force=True)
+            self.delete(request, chunks, force=True, worker=worker)
         except KVCacheSDKError as exc:
             self._reserving = True
             self.mark_stale()
             log.warning("a failed store could not be aborted (%s); the server drops it after its write TTL", exc)
 
-    def delete(self, request: Request, chunks: Sequence[int], force: bool = False) -> tuple[int, int]:
-        """Delete chunks from the server's memory; returns ``(deleted, locked)``."""
+    def delete(
+        self, request: Request, chunks: Sequence[int], force: bool = False, worker: int | None = None
+    ) -> tuple[int, int]:
+        """Delete chunks (of one worker or all) from the server's memory; returns ``(deleted, locked)`` objects."""
         hashes = chunk_hashes(request.ids, self.chunk_size)
         keys = [
             {
                 "chunk_hash_hex": hashes[i].hex(),
                 "model_name": request.model_name,
-                "kv_rank": kv_rank(1, 0),
+                "kv_rank": kv_rank(self.world_size, worker),
                 "object_group_id": 0,
                 "cache_salt": request.salt,
             }
+            for worker in (range(self.world_size) if worker is None else (worker,))
             for i in chunks
         ]
         body = {"tier": "l1", "force": force, "keys": keys}
@@ -221,11 +230,11 @@ class Session:
             )
 
     def _register(self, deadline: Deadline) -> None:
-        layout = self.layout
+        layout = self.shard
         registration = Registration(
             instance_id=self.instance_id,
             model_name=self.name,
-            world_size=1,
+            world_size=self.world_size,
             block_size=layout.block_size or self.chunk_size,
             num_layers=layout.num_layers,
             hidden_dim_size=layout.chunk_shape(self.chunk_size)[-1],

@@ -32,27 +32,31 @@ def store_chunks(session: Session, kv: torch.Tensor, ids: list[int], salt: str, 
     chunks = len(ids) // session.chunk_size
     patience = Deadline(min(_FULL_POOL_SECONDS, deadline.remaining()))
     while True:
-        written: int | None = 0
+        written: list[int | None] = []
         with session.sequence(ids, salt) as request:
             present = session.lookup(request, deadline)
             try:
                 if present < chunks:
                     # The lookup's locks keep the chunks before `present` from being evicted meanwhile.
-                    written = write(session, request, kv, present, deadline)
+                    written = [
+                        write(session, request, part, present, worker, deadline)
+                        for worker, part in enumerate(kv.chunk(session.world_size, dim=-1))
+                    ]
             finally:
                 session.release(request, present)
         if present == chunks:
             return StoreReport(chunks, 0, chunks, 0)
         readable = readable_chunks(session, ids, salt, deadline)
         if readable == chunks:
-            stored = chunks - present if written is None else written
+            stored = max(chunks - present if count is None else count for count in written)
             return StoreReport(
                 chunks, stored, chunks - stored, stored * session.chunk_size * session.layout.token_bytes
             )
-        if written:
+        if all(written):
+            count = max(n for n in written if n is not None)
             raise StoreFailed(
-                f"{written} chunks were committed but only {readable} of {chunks} are readable; the server evicted "
-                "them at once or the commit came too late. Give it more memory (--l1-size-gb)"
+                f"{count} chunks were committed but only {readable} of {chunks} are readable; the server evicted them "
+                "at once or the commit came too late. Give it more memory (--l1-size-gb)"
             )
         if not patience.remaining():
             raise _nothing_reserved(session, chunks - present)

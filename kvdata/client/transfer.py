@@ -28,19 +28,21 @@ class Vanished(KVCacheSDKError):
 
 
 @contextmanager
-def reading(session: Session, request: Request, chunks: int, deadline: Deadline) -> Iterator[list[torch.Tensor]]:
-    """The first ``chunks`` chunks as flat tensors: views of the pool (valid inside the block) or copies.
+def reading(
+    session: Session, request: Request, chunks: int, worker: int, deadline: Deadline
+) -> Iterator[list[torch.Tensor]]:
+    """One worker's first ``chunks`` chunks as flat tensors: views of the pool (valid inside the block) or copies.
 
     The chunks must have been locked by a lookup of the same request; the block's end releases them.
     """
-    key = request.key(stop=chunks)
+    key = request.key(stop=chunks, worker=worker)
     try:
         reply = session.call("prepare_retrieve", key, session.instance_id, result=PreparedRetrieve, deadline=deadline)
         if reply is None:
             raise ProtocolError("prepare_retrieve answered nothing")
     except BaseException as exc:
         session.failed(exc)
-        _commit_read(session, request, chunks)  # releases what the server may have recorded, else does nothing
+        _commit_read(session, request, chunks, worker)  # releases what the server may have recorded, else does nothing
         raise
     if not reply.success:  # the failing call has released the locks itself
         raise Vanished(f"{chunks} chunks of {request.model_name} vanished between lookup and retrieve")
@@ -51,17 +53,19 @@ def reading(session: Session, request: Request, chunks: int, deadline: Deadline)
             else _read_pickle(session, reply.data, chunks)
         )
     finally:
-        _commit_read(session, request, chunks)
+        _commit_read(session, request, chunks, worker)
 
 
-def write(session: Session, request: Request, kv: torch.Tensor, start: int, deadline: Deadline) -> int | None:
-    """Write the chunks of ``kv`` (``[2, L, T, D]``) from chunk ``start`` on that the server lacks.
+def write(
+    session: Session, request: Request, kv: torch.Tensor, start: int, worker: int, deadline: Deadline
+) -> int | None:
+    """Write one worker's part of ``kv`` (``[2, L, T, D]`` of its heads): the chunks from ``start`` on that are missing.
 
     Returns how many were written, or None where the server does not tell (pickle commits).
     """
     if session.pool is not None and session.info.release >= _SAFE_RESERVATIONS:
-        return _write_slots(session, request, kv, start, deadline)
-    _write_pickle(session, request, kv, start, deadline)
+        return _write_slots(session, request, kv, start, worker, deadline)
+    _write_pickle(session, request, kv, start, worker, deadline)
     return None
 
 
@@ -70,14 +74,16 @@ def _chunk(session: Session, kv: torch.Tensor, index: int) -> torch.Tensor:
     return kv[:, :, index * size : (index + 1) * size]
 
 
-def _write_slots(session: Session, request: Request, kv: torch.Tensor, start: int, deadline: Deadline) -> int:
-    key = request.key(start)
+def _write_slots(
+    session: Session, request: Request, kv: torch.Tensor, start: int, worker: int, deadline: Deadline
+) -> int:
+    key = request.key(start, worker=worker)
     missing = list(range(start, request.chunks))
     try:
         reply = session.call("prepare_store", key, session.instance_id, result=PreparedStore, deadline=deadline)
     except BaseException as exc:
         session.failed(exc)
-        session.abort(request, missing)  # the reply may be lost with slots reserved
+        session.abort(request, missing, worker)  # the reply may be lost with slots reserved
         raise
     if reply is None or not reply.context.slots:
         return 0  # never commit after an empty answer: it could publish another writer's buffer
@@ -87,27 +93,29 @@ def _write_slots(session: Session, request: Request, kv: torch.Tensor, start: in
         if len(set(reserved)) != len(slots) or not set(reserved) <= set(missing):
             raise ProtocolError(f"prepare_store answered {len(slots)} slots for the chunks {reserved}")
         for index, slot in zip(reserved, slots, strict=True):
-            session.layout.encode(_chunk(session, kv, index), slot)
+            session.shard.encode(_chunk(session, kv, index), slot)
         _check_pool(session, "store")
         done = session.call("commit_store", key, session.instance_id, b"", result=bool, deadline=deadline)
     except BaseException:
-        session.abort(request, [i for i in reserved if i in missing])
+        session.abort(request, [i for i in reserved if i in missing], worker)
         raise
     if not done:
         raise StoreFailed(f"the server refused to commit {len(slots)} chunks of {request.model_name}; store again")
     return len(slots)
 
 
-def _write_pickle(session: Session, request: Request, kv: torch.Tensor, start: int, deadline: Deadline) -> None:
-    shape = session.layout.chunk_shape(session.chunk_size)
+def _write_pickle(
+    session: Session, request: Request, kv: torch.Tensor, start: int, worker: int, deadline: Deadline
+) -> None:
+    shape = session.shard.chunk_shape(session.chunk_size)
     chunks = []
     for index in range(start, request.chunks):
-        chunk = torch.empty(shape, dtype=session.layout.dtype)
-        session.layout.encode(_chunk(session, kv, index), chunk)
+        chunk = torch.empty(shape, dtype=session.shard.dtype)
+        session.shard.encode(_chunk(session, kv, index), chunk)
         chunks.append(chunk)
     payload = tensors.dumps(chunks)
     done = session.call(
-        "commit_store", request.key(start), session.instance_id, payload, result=bool, deadline=deadline
+        "commit_store", request.key(start, worker=worker), session.instance_id, payload, result=bool, deadline=deadline
     )
     if not done:
         raise StoreFailed(f"the server refused {len(chunks)} chunks of {request.model_name}; see its log")
@@ -122,24 +130,24 @@ def _read_slots(session: Session, slots: list[Slot], chunks: int) -> list[torch.
 
 
 def _read_pickle(session: Session, data: bytes, chunks: int) -> list[torch.Tensor]:
-    numel = session.layout.token_bytes // session.layout.dtype.itemsize * session.chunk_size
-    return [chunk.flatten() for chunk in tensors.loads(data, session.layout.dtype, numel, chunks)]
+    numel = session.shard.token_bytes // session.shard.dtype.itemsize * session.chunk_size
+    return [chunk.flatten() for chunk in tensors.loads(data, session.shard.dtype, numel, chunks)]
 
 
 def _map_slots(session: Session, slots: list[Slot]) -> list[torch.Tensor]:
     assert session.pool is not None
-    want = session.layout.token_bytes * session.chunk_size
+    want = session.shard.token_bytes * session.chunk_size
     spans = sorted((slot.offset, slot.offset + slot.length) for slot in slots)
     if any(end > begin for (_, end), (begin, _) in pairwise(spans)):
         raise ProtocolError("the server handed out overlapping slots")
     views = []
     for slot in slots:
-        if slot.length != want or slot.dtype not in ("uint8", dtype_name(session.layout.dtype)):
+        if slot.length != want or slot.dtype not in ("uint8", dtype_name(session.shard.dtype)):
             raise ProtocolError(
-                f"the server's slot holds {slot.length} bytes of {slot.dtype}, a chunk of {session.layout} has {want}"
+                f"the server's slot holds {slot.length} bytes of {slot.dtype}, a chunk of {session.shard} has {want}"
             )
         try:
-            views.append(session.pool.view(slot.offset, slot.length, session.layout.dtype))
+            views.append(session.pool.view(slot.offset, slot.length, session.shard.dtype))
         except ValueError as exc:
             raise ProtocolError(f"the server handed out a slot outside its pool: {exc}") from exc
     return views
@@ -152,5 +160,5 @@ def _check_pool(session: Session, operation: str) -> None:
         raise ConnectionLost(f"{operation}: the server's shared memory was replaced; it must have restarted")
 
 
-def _commit_read(session: Session, request: Request, chunks: int) -> None:
-    session.clean_up("commit_retrieve", request.key(stop=chunks), session.instance_id)
+def _commit_read(session: Session, request: Request, chunks: int, worker: int) -> None:
+    session.clean_up("commit_retrieve", request.key(stop=chunks, worker=worker), session.instance_id)

@@ -247,7 +247,11 @@ class Service:
 
     def _keep_layout(self, r: Registration) -> None:
         """Remember a fully described layout, so that later clients can connect by model name alone."""
-        if r.model_name.startswith(PRIVATE_MODELS) or None in (r.num_kv_heads, r.head_dim, r.packing):
+        if (
+            r.model_name.startswith(PRIVATE_MODELS)
+            or r.world_size != 1
+            or None in (r.num_kv_heads, r.head_dim, r.packing)
+        ):
             return
         fields = {f: getattr(r, f) for f in ("num_layers", "num_kv_heads", "head_dim", "block_size")}
         try:

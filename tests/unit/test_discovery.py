@@ -90,7 +90,6 @@ def test_a_fused_layout_takes_heads_from_config_or_layout(tmp_path):
         (entry(is_mla=True, fmt="NL_X_NB_BS_HS"), "uses MLA"),
         (entry(groups=2), "hybrid model"),
         (entry(object_group_idx=1), "hybrid model"),
-        (entry(world_size=2), "world size 2"),
         (entry(fmt="NL_X_NB_BSV_BSS"), "cannot be read"),
         (entry(shape="Unknown"), "heads cannot be read"),
         (entry(dtype="torch.float8_e4m3fn"), "not supported"),
@@ -109,6 +108,19 @@ def test_a_layout_that_contradicts_the_engine_is_refused():
         published_layout(entry(shape="30 x [2, 100, 128, 4, 64]"), connection())
     with pytest.raises(ProtocolError, match="unknown way"):
         published_layout({"model_name": "m"}, connection())
+
+
+def test_workers_publish_their_share_of_the_heads():
+    shared = entry(world_size=2)
+    assert published_layout(shared, connection()) == KVLayout(30, 6, 64)
+    assert published_layout(shared, connection(layout=KVLayout(30, 6, 64), world_size=2)) == KVLayout(30, 6, 64)
+    with pytest.raises(GeometryMismatch, match="2 workers"):
+        published_layout(shared, connection(world_size=4))
+    fused = {**FUSED, "world_size": 3}
+    config = {**CONFIG, "num_key_value_heads": 9}
+    assert published_layout(fused, connection(packing="fused", model_config=config)).num_kv_heads == 9
+    with pytest.raises(ProtocolError, match="world size"):
+        published_layout({**shared, "world_size": "two"}, connection())
 
 
 @pytest.mark.parametrize(
