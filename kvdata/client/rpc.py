@@ -117,6 +117,8 @@ class Rpc:
         if self.lost():
             raise ConnectionLost(f"{operation}: the server at {self.url} went away")
         patience = min(deadline.remaining(), _CONNECT_SECONDS)
+        if not patience:
+            raise ServerTimeout(f"{operation}: not sent, the {deadline.seconds:.1f} s of the operation were used up")
         if not self._socket.poll(int(1000 * patience), zmq.POLLOUT):
             raise ServerUnreachable(
                 f"{operation}: no server accepts connections at {self.url} (ZMQ, waited {patience:.1f} s); "

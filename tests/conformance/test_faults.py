@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,12 +18,12 @@ BIG = KVLayout(num_layers=8, num_kv_heads=8, head_dim=64)  # 1 MiB a chunk of 64
 MODEL = "tests/big"
 
 
-def connection(server, timeout: float = 5.0) -> Connection:
-    return Connection(server.url, server.http_url, MODEL, timeout, BIG)
+def connection(server) -> Connection:
+    return Connection(server.url, server.http_url, MODEL, 30.0, BIG)
 
 
 def test_full_pool_evicts_the_oldest_but_never_what_is_leased(own_server):
-    with connection(own_server, 20).connect() as ctx:
+    with connection(own_server).connect() as ctx:
         leased, kv = fresh_tokens(128), random_kv(128, BIG)
         ctx.store(kv, leased)
         others = [fresh_tokens(128) for _ in range(16)]
@@ -38,7 +39,7 @@ def test_full_pool_evicts_the_oldest_but_never_what_is_leased(own_server):
 
 
 def test_a_store_that_can_never_fit_says_so(own_server):
-    with connection(own_server, 20).connect() as ctx:
+    with connection(own_server).connect() as ctx:
         with pytest.raises(PoolFull, match="--l1-size-gb"):
             ctx.store(random_kv(64 * 24, BIG), fresh_tokens(64 * 24))
         tokens, kv = fresh_tokens(64), random_kv(64, BIG)
@@ -48,7 +49,7 @@ def test_a_store_that_can_never_fit_says_so(own_server):
 
 
 def test_a_full_pool_of_leased_chunks_is_an_error_until_they_are_released(own_server):
-    with connection(own_server, 20).connect() as ctx:
+    with connection(own_server).connect() as ctx:
         held = fresh_tokens(64 * 15)
         ctx.store(random_kv(64 * 15, BIG), held)
         more, kv = fresh_tokens(64 * 6), random_kv(64 * 6, BIG)
@@ -126,7 +127,7 @@ def test_a_server_that_is_gone_is_named_and_the_context_recovers(own_server):
             ctx.retrieve(tokens)
         with pytest.raises(ServerUnreachable):
             ctx.store(kv, tokens)
-        assert time.monotonic() - started < 10
+        assert time.monotonic() - started < 20
         own_server.start()
         assert ctx.retrieve(tokens) is None
         assert ctx.store(kv, tokens) is True
@@ -136,8 +137,9 @@ def test_a_server_that_is_gone_is_named_and_the_context_recovers(own_server):
 
 def test_a_silent_server_is_a_timeout_that_names_the_operation(own_server):
     tokens, kv = fresh_tokens(64), random_kv(64, BIG)
-    with connection(own_server, timeout=1.0).connect() as ctx:
+    with connection(own_server).connect() as ctx:
         ctx.store(kv, tokens)
+        patient, ctx.connection = ctx.connection, replace(ctx.connection, timeout=1.0)
         own_server.freeze()
         started = time.monotonic()
         try:
@@ -145,9 +147,10 @@ def test_a_silent_server_is_a_timeout_that_names_the_operation(own_server):
                 ctx.retrieve(tokens)
             with pytest.raises(ServerError):
                 ctx.store(kv, fresh_tokens(64))
-            assert time.monotonic() - started < 15
+            assert time.monotonic() - started < 20
         finally:
             own_server.thaw()
+        ctx.connection = patient
         assert torch.equal(ctx.retrieve(tokens), kv)
     # What the server found in its sockets when it woke up, it did, and in the end nothing is left of it.
     check_clean(own_server)

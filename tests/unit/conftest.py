@@ -21,7 +21,7 @@ def embedded() -> Iterator[EmbeddedServer]:
 
 @pytest.fixture
 def connection(embedded: EmbeddedServer) -> Connection:
-    return Connection(embedded.url, embedded.http_url, "unit/model", 10.0, LAYOUT)
+    return Connection(embedded.url, embedded.http_url, "unit/model", 30.0, LAYOUT)
 
 
 _next_token = iter(range(1, 2**31, 4096))

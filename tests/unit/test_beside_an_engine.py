@@ -49,7 +49,7 @@ class Engine:
             },
         }
         registration = Registration(ENGINE_ID, model, 1, 32, 3, LAYOUT.hidden, "bfloat16", False, 32)
-        self._rpc.call("register", registration, result=dict, deadline=Deadline(5))
+        self._rpc.call("register", registration, result=dict, deadline=Deadline(30))
         self.running = True
         plain = kvdata.server.web._status
 
@@ -67,7 +67,7 @@ class Engine:
     def stop(self) -> None:
         if self.running:
             self.running = False
-            self._rpc.call("unregister", ENGINE_ID, result=type(None), deadline=Deadline(5))
+            self._rpc.call("unregister", ENGINE_ID, result=type(None), deadline=Deadline(30))
             self._rpc.close()
 
 
@@ -79,7 +79,7 @@ def engine(embedded: EmbeddedServer, monkeypatch: pytest.MonkeyPatch) -> Iterato
 
 
 def connect(server: EmbeddedServer, **options: Any) -> KVCacheContext:
-    return Connection(server.url, server.http_url, "served/model", 5, **options).connect()
+    return Connection(server.url, server.http_url, "served/model", 30, **options).connect()
 
 
 def test_the_published_layout_is_enough_and_the_name_registered_is_private(embedded, engine):

@@ -67,8 +67,8 @@ def test_a_request_is_uid_number_and_one_frame_per_argument(peer):
         return [[*frames[:2], encoded(7)]]
 
     rpc, _ = peer(script)
-    assert rpc.call("query_prefetch_status", "id", result=int, deadline=Deadline(5)) == 7
-    rpc.call("commit_store", "key", 3, b"data", result=int, deadline=Deadline(5))
+    assert rpc.call("query_prefetch_status", "id", result=int, deadline=Deadline(30)) == 7
+    rpc.call("commit_store", "key", 3, b"data", result=int, deadline=Deadline(30))
     assert [msgspec.msgpack.decode(f) for f in seen[0][1:]] == [9, "id"]
     assert [msgspec.msgpack.decode(f) for f in seen[1][1:]] == [17, "key", 3, b"data"]
     assert seen[0][0] != seen[1][0]
@@ -76,7 +76,7 @@ def test_a_request_is_uid_number_and_one_frame_per_argument(peer):
 
 def test_two_frames_are_null(peer):
     rpc, _ = peer(lambda frames: [frames[:2]])
-    assert rpc.call("noop", result=str, deadline=Deadline(5)) is None
+    assert rpc.call("noop", result=str, deadline=Deadline(30)) is None
 
 
 def test_late_and_foreign_replies_are_drained_not_taken(peer):
@@ -92,16 +92,16 @@ def test_late_and_foreign_replies_are_drained_not_taken(peer):
     rpc, _ = peer(script)
     with pytest.raises(ServerTimeout, match=r"noop: no answer from tcp.* within 0\.2 s"):
         rpc.call("noop", result=str, deadline=Deadline(0.2))
-    assert rpc.call("noop", result=str, deadline=Deadline(5)) == "mine"
+    assert rpc.call("noop", result=str, deadline=Deadline(30)) == "mine"
 
 
 def test_an_answer_of_another_type_is_a_protocol_error(peer):
     rpc, _ = peer(lambda frames: [[*frames[:2], encoded({"a": 1})]])
     with pytest.raises(ProtocolError, match="noop"):
-        rpc.call("noop", result=str, deadline=Deadline(5))
+        rpc.call("noop", result=str, deadline=Deadline(30))
     rpc, _ = peer(lambda frames: [[*frames[:2], b"\xc1\xff"]])
     with pytest.raises(ProtocolError, match="does not decode"):
-        rpc.call("noop", result=str, deadline=Deadline(5))
+        rpc.call("noop", result=str, deadline=Deadline(30))
 
 
 def test_a_peer_that_goes_away_ends_the_wait_at_once(peer):
