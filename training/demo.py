@@ -8,7 +8,6 @@ holds are compared. Results: a table, ``report.json``, ``report.png`` and the tr
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import re
 import shutil
@@ -23,6 +22,7 @@ from typing import Any
 
 import httpx
 import lightning as L
+import numpy as np
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
@@ -31,6 +31,7 @@ from rich.progress import track
 from torch.utils.data import DataLoader
 
 from kvdata import Connection, KVCacheDataset, Prefixes, PrefixRecord, collate, worker_init_fn
+from kvdata.datasets import Manifest
 from kvdata.edits.policies import KeyDiff, KeyNorm, Learned, Oracle, Policy, Random, Recency
 from kvdata.edits.rope import Rope
 from kvdata.engines.huggingface import HuggingFaceEngine
@@ -199,13 +200,9 @@ def compress(
 
 def read_back(manifest: Path, windows: Prefixes, policy: str, keep: int) -> Prefixes:
     """The addresses of one policy's caches, in the windows' order, with the windows' continuations."""
-    entries: dict[int, dict[str, Any]] = {}
-    for line in manifest.read_text().splitlines():
-        entry = json.loads(line)
-        if entry["policy"] == policy and len(entry["tokens"]) == keep:
-            entries[entry["meta"]["index"]] = entry
-    return Prefixes.of(
-        {"tokens": entries[i]["tokens"], "salt": entries[i]["salt"], "continuation": window.continuation.tolist()}
+    written = {e.meta["index"]: e for e in Manifest.load(manifest).select(policy, keep)}
+    return Prefixes(
+        PrefixRecord(np.asarray(written[i].tokens), window.continuation, written[i].salt)
         for i, window in enumerate(windows)
     )
 

@@ -2,6 +2,7 @@
 
 from kvdata.datasets.collate import KVBatch, collate
 from kvdata.datasets.kvcache import Coverage, KVCacheDataset, Sample
+from kvdata.datasets.manifest import Manifest, Written
 from kvdata.datasets.prefixes import Prefixes, PrefixRecord
 from kvdata.datasets.workers import worker_init_fn
 
@@ -9,9 +10,11 @@ __all__ = [
     "Coverage",
     "KVBatch",
     "KVCacheDataset",
+    "Manifest",
     "PrefixRecord",
     "Prefixes",
     "Sample",
+    "Written",
     "collate",
     "worker_init_fn",
 ]

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from kvdata import Connection
-from kvdata.errors import InvalidRequest, StoreFailed
+from kvdata import Connection, KVCacheDataset
+from kvdata.datasets import Manifest
+from kvdata.errors import InvalidRequest, MissingKV, StoreFailed
 from kvdata.lightning import CacheWrite, KVCacheWriter
 from tests.unit.conftest import LAYOUT, fresh_tokens, random_kv
 
@@ -71,6 +72,17 @@ def test_every_output_is_stored_and_listed(connection, tmp_path):
     assert lines[0]["meta"] == {"n": 0}
     assert lines[2]["salt"].startswith("team~keydiff.64-r2-")
     assert lines[1]["bytes"] == 32 * LAYOUT.token_bytes
+    manifest = Manifest.load(tmp_path / "out" / "manifest.jsonl")
+    assert len(manifest) == 3
+    assert [len(e.tokens) for e in manifest.select("keydiff", 64)] == [64, 64]
+    prompt = [*batches[1][0].source_tokens, 7, 8]
+    ids, salt = manifest.request_for(prompt)
+    assert (ids, salt) == ([*batches[1][0].source_tokens[:64], 7, 8], batches[1][0].address()[1])
+    data = KVCacheDataset(manifest.prefixes(), connection=connection)
+    assert torch.equal(data[2]["kv"], batches[1][0].kv)
+    data.close()
+    with pytest.raises(MissingKV, match="none of the 3 caches"):
+        manifest.request_for(fresh_tokens(200))
     assert not writer_threads()
 
 
@@ -128,3 +140,20 @@ def test_a_dead_server_fails_the_run_and_never_hides_the_first_error(caplog):
     assert "1 compressed caches were not stored" in caplog.text
     assert failing.counts.failed == 1
     assert not writer_threads()
+
+
+def test_a_manifest_with_two_caches_of_one_prompt_asks_which(connection, tmp_path):
+    source = fresh_tokens(128)
+    writes = [[CacheWrite(random_kv(kept), source, policy) for policy in ("keydiff", "learned") for kept in (64, 32)]]
+    predict(KVCacheWriter(connection, tmp_path / "m.jsonl"), Emits(writes))
+    predict(KVCacheWriter(connection, tmp_path / "m.jsonl"), Emits(writes))  # appended, the same addresses
+    manifest = Manifest.load(tmp_path / "m.jsonl")
+    assert len(manifest) == 4
+    with pytest.raises(InvalidRequest, match=r"keydiff \(64 tokens\), keydiff \(32 tokens\).*select"):
+        manifest.request_for(source)
+    ids, salt = manifest.select("learned", 32).request_for(source)
+    assert ids == source[:32]
+    assert salt.startswith("~learned.32-r1-")
+    (tmp_path / "m.jsonl").write_text('{"tokens": [1]}')
+    with pytest.raises(InvalidRequest, match="line 1, is not"):
+        Manifest.load(tmp_path / "m.jsonl")
