@@ -9,6 +9,7 @@ from typing import Annotated, Optional
 try:
     import typer
     from rich.console import Console
+    from rich.markup import escape
     from rich.progress import track
     from rich.table import Table
 except ImportError as missing:  # pragma: no cover - depends on the installation
@@ -145,23 +146,70 @@ def coverage(
 
 
 @app.command()
+def doctor(
+    model_name: Annotated[str, typer.Option(help="Name under which the engine registered the model.")],
+    url: Url = URL,
+    http_url: HttpUrl = HTTP_URL,
+    prefixes: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(exists=True, dir_okay=False, help="Prefix file that carries the layout, where no engine runs."),
+    ] = None,
+    packing: Annotated[str, typer.Option(help="Byte order of a fused cache.")] = "auto",
+    model_config: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(exists=True, help="The model's config.json, for the heads of a fused cache."),
+    ] = None,
+    timeout: Timeout = 10.0,
+) -> None:
+    """Walk the connection step by step: what works, and what mends the first thing that does not (exit code 1)."""
+    from kvdata.client.connection import Connection
+    from kvdata.client.doctor import diagnose
+    from kvdata.datasets.prefixes import Prefixes
+
+    layout = Prefixes.from_jsonl(prefixes).layout if prefixes else None
+    connection = Connection(url, http_url, model_name, timeout, layout, packing, model_config)
+    healthy = True
+    for check in diagnose(connection):
+        healthy = check.ok
+        mark = "[green]ok[/green]  " if check.ok else "[red]FAIL[/red]"
+        out.print(f"{mark} [bold]{check.name:<10}[/bold] {escape(check.detail)}", highlight=False, soft_wrap=True)
+    if not healthy:
+        raise typer.Exit(1)
+
+
+@app.command()
 def delete(
-    prefixes: PrefixFile,
+    prefixes: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Argument(exists=True, dir_okay=False, help="Prefix file (JSONL)."),
+    ] = None,
+    manifest: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(exists=True, dir_okay=False, help="Delete what a KVCacheWriter wrote instead."),
+    ] = None,
+    layout_from: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(exists=True, dir_okay=False, help="Prefix file that carries the layout, for --manifest."),
+    ] = None,
     url: Url = URL,
     http_url: HttpUrl = HTTP_URL,
     model_name: Model = None,
     cache_salt: Annotated[str, typer.Option(help="Salt of records that carry none.")] = "",
     timeout: Timeout = 60.0,
 ) -> None:
-    """Delete the KV of every prefix of a file from a server."""
+    """Delete the KV of every prefix of a file, or of every cache of a manifest, from a server."""
     from kvdata.client.connection import Connection
-    from kvdata.datasets.prefixes import Prefixes
+    from kvdata.datasets import Manifest, Prefixes
 
-    records = Prefixes.from_jsonl(prefixes)
-    name = model_name or records.model_name
+    if (prefixes is None) == (manifest is None):
+        raise typer.BadParameter("give a prefix file or --manifest")
+    source = prefixes or layout_from
+    described = Prefixes.from_jsonl(source) if source else Prefixes([])
+    records = Manifest.load(manifest).prefixes() if manifest else described
+    name = model_name or described.model_name
     if name is None:
-        raise typer.BadParameter("the prefix file names no model", param_hint="--model-name")
-    with Connection(url, http_url, name, timeout, records.layout).connect() as ctx:
+        raise typer.BadParameter("no file names the model", param_hint="--model-name")
+    with Connection(url, http_url, name, timeout, described.layout).connect() as ctx:
         deleted = sum(ctx.delete(r.tokens, cache_salt if r.salt is None else r.salt) for r in records)
     out.print(f"{deleted} chunks deleted")
 

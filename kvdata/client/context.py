@@ -108,6 +108,12 @@ class KVCacheContext:
         """Tokens in one of the server's chunks; only whole chunks are stored and found."""
         return self._current_session().chunk_size
 
+    @property
+    def transfer(self) -> str:
+        """How chunks travel: the name of the shared-memory pool, or pickles. For people; code need not care."""
+        pool = self._current_session().pool
+        return f"shared memory {pool.path.name}, {pool.size:,} bytes" if pool else "pickles over ZMQ"
+
     def stats(self) -> dict[str, int]:
         """Counters since this context was made (in this process)."""
         return asdict(self._stats)

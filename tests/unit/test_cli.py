@@ -35,7 +35,7 @@ def prefix_file(connection, tmp_path) -> Path:
 def test_help_lists_every_command_and_each_explains_itself():
     top = kvdata("--help")
     assert top.returncode == 0
-    for command in ("serve", "status", "ingest", "coverage", "delete"):
+    for command in ("serve", "status", "doctor", "ingest", "coverage", "verify", "delete"):
         assert command in top.stdout
         shown = kvdata(command, "--help")
         assert shown.returncode == 0
@@ -60,6 +60,35 @@ def test_status_shows_the_server(embedded, prefix_file):
     assert "0.5.6" in shown.stdout
     assert "32 tokens" in shown.stdout
     assert "unit/model" in shown.stdout
+
+
+def test_doctor_walks_to_the_first_fault(embedded, prefix_file):
+    where = ("doctor", "--http-url", embedded.http_url, "--model-name", "unit/model")
+    well = kvdata(*where, "--url", embedded.url)
+    assert well.returncode == 0, well.stdout
+    steps = [line.split()[:2] for line in well.stdout.splitlines()]
+    assert steps == [["ok", s] for s in ("HTTP", "mode", "ZMQ", "model", "layout", "transfer")] + [["ok", "round"]]
+    assert "read back equal" in well.stdout
+    wrong_port = kvdata(*where, "--url", "tcp://127.0.0.1:1", "--timeout", "1")
+    assert wrong_port.returncode == 1
+    assert wrong_port.stdout.splitlines()[-1].split()[:2] == ["FAIL", "ZMQ"]
+    assert "--port" in wrong_port.stdout
+    unknown = kvdata("doctor", "--http-url", embedded.http_url, "--url", embedded.url, "--model-name", "unit/modle")
+    assert unknown.returncode == 1
+    assert "did you mean 'unit/model'" in unknown.stdout
+
+
+def test_delete_what_a_manifest_lists(embedded, connection, prefix_file, tmp_path):
+    tokens, salt = fresh_tokens(64), "~random.64-r1-0123456789abcdef"
+    with connection.connect() as ctx:
+        ctx.store(random_kv(64), tokens, salt)
+    line = {"source": "0123456789abcdef", "source_tokens": 128, "tokens": tokens, "salt": salt, "policy": "random"}
+    (tmp_path / "manifest.jsonl").write_text(json.dumps({**line, "revision": "r1", "bytes": 1}) + "\n")
+    where = ("--url", embedded.url, "--http-url", embedded.http_url, "--model-name", "unit/model")
+    gone = kvdata("delete", "--manifest", str(tmp_path / "manifest.jsonl"), *where)
+    assert (gone.returncode, gone.stdout.strip()) == (0, "2 chunks deleted")
+    assert kvdata("delete", *where).returncode == 2
+    assert kvdata("delete", str(prefix_file), "--manifest", str(tmp_path / "manifest.jsonl"), *where).returncode == 2
 
 
 def test_coverage_and_delete(embedded, prefix_file):
