@@ -299,7 +299,7 @@ def _resolve(info: ServerInfo, connection: Connection, known: KVLayout | None) -
             f"{name!r} was registered by a client that publishes no geometry; pass layout=KVLayout(...)"
         )
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
+    hint = f"; did you mean {close[0]!r}?" if close else "."
     raise ModelNotRegistered(
         f"{name!r} is not registered at {connection.http_url} (registered: {', '.join(names) or 'none'}){hint} "
         "Use the name the engine was started with, or pass layout=KVLayout(...) when no engine runs"
