@@ -18,33 +18,42 @@ from torch import Tensor
 
 from kvdata.errors import GeometryMismatch, UnsupportedLayout
 
-# Families whose rotary pairs adjacent dims (2i, 2i+1) instead of (i, i + dim/2); rotating those as halves
-# would be wrong without an error. Families with MLA are in the list as well.
-INTERLEAVED = frozenset(
+# Families whose rotary pairs adjacent dims (2i, 2i+1) instead of (i, i + dim/2). Each is tested as a whole model.
+INTERLEAVED = frozenset({"cohere", "ernie4_5", "ernie4_5_moe", "glm", "glm4", "helium"})
+
+# Further families that pair adjacent dims, in ways not tested; rotating those as halves would be wrong without
+# an error. Families with MLA are in the list as well.
+REFUSED = frozenset(
     """
-    axk1 axk2 bailing_hybrid blt codegen cohere cohere2 cohere2_moe deepseek_v2 deepseek_v3 deepseek_v32
-    deepseek_v4 ernie4_5 ernie4_5_moe glm glm4 glm4_moe_lite glm_moe_dsa gptj helium llama4 llama4_text
-    longcat_flash mistral4 moonshine youtu
+    axk1 axk2 bailing_hybrid blt codegen cohere2 cohere2_moe deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4
+    glm4_moe_lite glm_moe_dsa gptj llama4 llama4_text longcat_flash mistral4 moonshine youtu
     """.split()  # noqa: SIM905 - a list of families reads better as words
 )
 
 
+# Families in which some layers have no RoPE.
+_SOME_LAYERS = frozenset({"smollm3"})
+
+
 @dataclass(frozen=True, eq=False)
 class Rope:
-    """The rotary embedding of one model: the first ``2 * len(inv_freq)`` dims of a head rotate, the rest not.
+    """The rotary embedding of one model: the first `rotary_dim` dims of a head rotate, the rest not.
 
     Args:
-        inv_freq: float32 ``[rotary_dim / 2]``, radians per position.
+        inv_freq: float32 ``[rotary_dim / 2]``, radians per position; ``[L, rotary_dim / 2]`` when layers differ,
+            zeros for a layer without RoPE.
         head_dim: size of one head.
+        interleaved: dims ``(2i, 2i + 1)`` rotate together instead of ``(i, i + rotary_dim / 2)``.
     """
 
     inv_freq: Tensor
     head_dim: int
+    interleaved: bool = False
 
     @property
     def rotary_dim(self) -> int:
         """Number of leading dims of each head that rotate."""
-        return 2 * self.inv_freq.numel()
+        return 2 * self.inv_freq.shape[-1]
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Rope:
@@ -52,7 +61,7 @@ class Rope:
 
         Raises:
             UnsupportedLayout: frequencies that change with length (dynamic, longrope) or differ between
-                layers, adjacent dims as pairs, MLA, or no RoPE at all.
+                layer types, MLA, families whose pairing is not known to be right, or no RoPE at all.
         """
         text: Mapping[str, Any] = config.get("text_config") or config
         _refuse_other_rotations(text)
@@ -63,13 +72,16 @@ class Rope:
         head_dim = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
         rotary_dim = int(head_dim * parameters["partial_rotary_factor"])
         base = parameters["rope_theta"] ** (torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim)
-        return cls(_FREQUENCIES[kind](1.0 / base, parameters), head_dim)
+        inv_freq = _FREQUENCIES[kind](1.0 / base, parameters)
+        if (rotating := _layers_with_rope(text)) is not None:
+            inv_freq = rotating[:, None] * inv_freq
+        return cls(inv_freq, head_dim, interleaved=text.get("model_type") in INTERLEAVED)
 
     def rerotate(self, keys: Tensor, old_positions: Tensor | int, new_positions: Tensor | int) -> Tensor:
         """Post-RoPE keys moved from `old_positions` to `new_positions`.
 
         Args:
-            keys: ``[..., T, head_dim]``.
+            keys: ``[..., T, head_dim]``; ``[L, ..., T, head_dim]`` when layers differ.
             old_positions, new_positions: token positions, any shape that broadcasts to ``keys.shape[:-1]``
                 (``[T]`` for all heads alike, ``[L, H, T]`` when each head kept its own tokens).
 
@@ -77,16 +89,23 @@ class Rope:
             A new tensor of the shape and dtype of `keys`.
 
         Raises:
-            GeometryMismatch: the last axis is not one head.
+            GeometryMismatch: the last axis is not one head, or the first not the layers.
         """
         if keys.shape[-1] != self.head_dim:
             raise GeometryMismatch(f"keys end in {keys.shape[-1]} dims, one head has {self.head_dim}")
+        inv_freq = self.inv_freq.to(keys.device)
+        if inv_freq.dim() == 2:
+            if keys.shape[0] != len(inv_freq):
+                raise GeometryMismatch(f"keys {tuple(keys.shape)} do not start with the {len(inv_freq)} layers")
+            inv_freq = inv_freq.view(-1, *[1] * (keys.dim() - 2), inv_freq.shape[1])
         delta = torch.as_tensor(new_positions, device=keys.device) - torch.as_tensor(old_positions, device=keys.device)
-        angle = delta.float().unsqueeze(-1) * self.inv_freq.to(keys.device)
+        angle = delta.float().unsqueeze(-1) * inv_freq
         cos, sin = angle.cos(), angle.sin()
         rotating, rest = keys[..., : self.rotary_dim], keys[..., self.rotary_dim :]
-        first, second = rotating.float().chunk(2, dim=-1)
-        turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+        wide = rotating.float()
+        first, second = (wide[..., ::2], wide[..., 1::2]) if self.interleaved else wide.chunk(2, dim=-1)
+        pair = (first * cos - second * sin, second * cos + first * sin)
+        turned = torch.stack(pair, dim=-1).flatten(-2) if self.interleaved else torch.cat(pair, dim=-1)
         return torch.cat((turned.to(keys.dtype), rest), dim=-1)
 
 
@@ -94,10 +113,21 @@ def _refuse_other_rotations(config: Mapping[str, Any]) -> None:
     family = str(config.get("model_type", ""))
     if config.get("kv_lora_rank"):
         raise UnsupportedLayout(f"{family} uses multi-head latent attention (MLA); its keys are not [H, head_dim]")
-    if family in INTERLEAVED or config.get("rope_interleave"):
-        raise UnsupportedLayout(f"{family} rotates adjacent dims (interleaved RoPE), which is not supported yet")
-    if config.get("no_rope_layers"):
+    if family in REFUSED or config.get("rope_interleave"):
+        raise UnsupportedLayout(f"{family} rotates adjacent dims (interleaved RoPE) in a way not supported yet")
+    if config.get("no_rope_layers") and family not in _SOME_LAYERS:
         raise UnsupportedLayout(f"{family} has layers without RoPE, which is not supported yet")
+
+
+def _layers_with_rope(config: Mapping[str, Any]) -> Tensor | None:
+    """Float ``[L]``, 1 for a layer with RoPE and 0 for one without; None when all have it."""
+    if config.get("model_type") not in _SOME_LAYERS:
+        return None
+    layers = config.get("no_rope_layers")  # despite its name, 1 means that the layer has it
+    if layers is None:
+        interval = config.get("no_rope_layer_interval") or 4
+        layers = [(layer + 1) % interval != 0 for layer in range(config["num_hidden_layers"])]
+    return None if all(layers) else torch.tensor([float(bool(layer)) for layer in layers])
 
 
 def _rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from kvdata.edits.rope import Rope
 from kvdata.edits.selection import split_heads
 from kvdata.errors import GeometryMismatch, InvalidRequest
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 class TokenScorer(nn.Module):
@@ -54,6 +54,7 @@ class TokenScorer(nn.Module):
         super().__init__()
         self.num_layers, self.num_kv_heads, self.head_dim = num_layers, num_kv_heads, head_dim
         self.width = width
+        self.interleaved = rope.interleaved
         features = 3 * num_kv_heads * head_dim + 3 * num_kv_heads + 3
         self.weight1 = nn.Parameter(torch.randn(num_layers, features, width) / features**0.5)
         self.bias1 = nn.Parameter(torch.zeros(num_layers, 1, width))
@@ -101,6 +102,7 @@ class TokenScorer(nn.Module):
             "num_kv_heads": self.num_kv_heads,
             "head_dim": self.head_dim,
             "width": self.width,
+            "interleaved": self.interleaved,
             "dropout": self.dropout.p,
         }
         torch.save({"version": FORMAT_VERSION, "config": config, "state": self.state_dict()}, path)
@@ -116,7 +118,8 @@ class TokenScorer(nn.Module):
         if not isinstance(data, dict) or data.get("version") != FORMAT_VERSION:
             raise InvalidRequest(f"{path} is not a token scorer of version {FORMAT_VERSION}; train and save it again")
         config, state = data["config"], data["state"]
-        scorer = cls(rope=Rope(state["inv_freq"], config["head_dim"]), **config)
+        rope = Rope(state["inv_freq"], config["head_dim"], config.pop("interleaved"))
+        scorer = cls(rope=rope, **config)
         scorer.load_state_dict(state)
         return scorer.eval()
 
@@ -133,7 +136,7 @@ class TokenScorer(nn.Module):
         mean_key = split_heads(layered[0].mean(dim=2, keepdim=True, dtype=torch.float32), self.num_kv_heads)
         chosen = layered if tokens is None else layered.index_select(3, tokens)
         keys, values = split_heads(chosen, self.num_kv_heads)  # [L, B, S, H, head_dim]
-        rope = Rope(self.inv_freq, self.head_dim)
+        rope = Rope(self.inv_freq, self.head_dim, self.interleaved)
         at = positions[:, None]  # one position for all heads of a token
         parts = [
             rope.rerotate(keys, at, 0),

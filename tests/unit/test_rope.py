@@ -1,16 +1,17 @@
 """Re-rotation against the model library's own rotary, for every supported rope type."""
 
+import inspect
 from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("transformers")
-from transformers import LlamaConfig, StableLmConfig
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaConfig, StableLmConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 from transformers.models.stablelm.modeling_stablelm import StableLmRotaryEmbedding
 
-from kvdata.edits.rope import Rope
+from kvdata.edits.rope import INTERLEAVED, Rope
 from kvdata.errors import GeometryMismatch, UnsupportedLayout
 
 HEADS, HEAD_DIM, TOKENS = 2, 16, 40
@@ -130,7 +131,8 @@ def test_bfloat16_is_cast_only_once() -> None:
         ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "longrope"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "layer types"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1]}}, "mrope"),
-        ({"model_type": "glm4"}, "interleaved"),
+        ({"model_type": "cohere2"}, "interleaved"),
+        ({"rope_interleave": True}, "interleaved"),
         ({"kv_lora_rank": 64}, "latent"),
         ({"no_rope_layers": [1, 0]}, "without RoPE"),
         ({"rope_parameters": None}, "rope_theta"),
@@ -146,3 +148,53 @@ def test_a_whole_row_of_heads_is_not_one_key() -> None:
     rope = Rope.from_config(llama_config(ROPES["default"]).to_dict())
     with pytest.raises(GeometryMismatch, match="one head has 16"):
         rope.rerotate(torch.zeros(3, HEADS * HEAD_DIM), 0, 1)
+
+
+def cached_keys(model: Any, tokens: torch.Tensor, first_position: int) -> torch.Tensor:
+    """``[L, H, T, head_dim]`` as the model caches them when the tokens start at `first_position`."""
+    cache = DynamicCache()
+    positions = torch.arange(first_position, first_position + tokens.shape[1])[None]
+    argument = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    with torch.inference_mode():
+        model(input_ids=tokens, position_ids=positions, use_cache=True, **{argument: cache})
+    return torch.stack([layer.keys[0] for layer in cache.layers])
+
+
+@pytest.mark.parametrize("family", [*sorted(INTERLEAVED), "llama", "smollm3"])
+def test_moving_a_whole_models_keys_equals_its_forward_at_other_positions(family: str) -> None:
+    """RoPE is relative: shifting all positions alike changes the keys of every layer by that rotation alone."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        family,
+        vocab_size=64,
+        hidden_size=4 * HEAD_DIM,
+        intermediate_size=64,
+        num_hidden_layers=5,
+        num_attention_heads=4,
+        num_key_value_heads=HEADS,
+        head_dim=HEAD_DIM,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    model = AutoModelForCausalLM.from_config(config).eval()
+    tokens = torch.randint(1, 64, (1, 12))
+    rope = Rope.from_config(model.config.to_dict())
+    here, there = cached_keys(model, tokens, 0), cached_keys(model, tokens, 90)
+    moved = rope.rerotate(there, torch.arange(90, 102), torch.arange(12))
+    torch.testing.assert_close(moved, here, atol=2e-4, rtol=1e-3)
+    assert rope.interleaved == (family in INTERLEAVED)
+    still = [torch.allclose(a, b, atol=1e-3) for a, b in zip(here, there, strict=True)]
+    assert still == [family == "smollm3" and layer == 3 for layer in range(5)]
+    assert all(torch.equal(moved[layer], there[layer]) for layer in range(5) if still[layer])
+
+
+def test_layers_without_rope_are_found_in_either_config_style() -> None:
+    config = {"model_type": "smollm3", "head_dim": 8, "rope_theta": 1e4, "num_hidden_layers": 8}
+    listed = Rope.from_config({**config, "no_rope_layers": [1, 1, 1, 0, 1, 1, 1, 0]})
+    assert torch.equal(listed.inv_freq, Rope.from_config(config).inv_freq)
+    assert listed.inv_freq.shape == (8, 4)
+    assert not listed.inv_freq[[3, 7]].any()
+    assert Rope.from_config({**config, "no_rope_layers": [1] * 8}).inv_freq.shape == (4,)
+    with pytest.raises(GeometryMismatch, match="do not start with the 8 layers"):
+        listed.rerotate(torch.zeros(2, 5, 8), 0, 1)

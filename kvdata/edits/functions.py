@@ -1,0 +1,229 @@
+"""Edits ready for ``batch.modify``: drop tokens of a cache, move the kept keys, derive the new address.
+
+    batch.modify(keydiff(config, keep=0.5))  # config: the model's config.json as a dict
+
+Axes: ``2`` K/V, ``L`` layers, ``H`` KV heads, ``T`` tokens, ``K`` kept tokens, ``D = H * head_dim``.
+
+What is kept is a whole number of chunks, at least one. It is stored under a salt of its own, derived from the whole
+source, policy and revision (see `kvdata.edits.address`), so that it never mixes with the full cache or with another
+source that begins alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from blake3 import blake3
+from torch import Tensor
+
+from kvdata.edits import policies
+from kvdata.edits.address import compressed_salt
+from kvdata.edits.policies import Policy, Source, apply_policy
+from kvdata.edits.rope import Rope
+from kvdata.edits.selection import compact
+from kvdata.errors import GeometryMismatch, InvalidRequest
+from kvdata.models.token_scorer import TokenScorer
+
+SINKS, WINDOW = 4, 32
+
+
+class Method(Protocol):
+    """How an edit picks what it keeps."""
+
+    @property
+    def name(self) -> str:
+        """For the salt: whatever tells its caches of one source apart, besides the number of tokens kept."""
+
+    def compress(
+        self, kv: Tensor, tokens: list[int], kept: int, chunk_size: int, rope: Rope, num_kv_heads: int
+    ) -> tuple[Tensor, list[int]]:
+        """``[2, L, T, D]`` and T ids -> ``[2, L, kept, D]`` at positions ``0 .. kept-1``, and `kept` ids."""
+
+
+@dataclass(frozen=True)
+class Edit:
+    """An edit for ``batch.modify``; make one with the functions of this module.
+
+    Args:
+        method: picks what is kept.
+        rope: the model's.
+        num_kv_heads: the model's.
+        keep: share of tokens kept, rounded down to whole chunks.
+        revision: part of the address; other weights or code under the same name need another.
+    """
+
+    method: Method
+    rope: Rope
+    num_kv_heads: int
+    keep: float = 0.5
+    revision: str = "r1"
+
+    def __post_init__(self) -> None:
+        if not 0 < self.keep <= 1:
+            raise InvalidRequest(f"keep must be a share above 0 and at most 1, got {self.keep}")
+
+    def __call__(self, kv: Tensor | Mapping[Any, Tensor], tokens: Sequence[int]) -> tuple[Tensor, list[int]]:
+        """The edit as a plain function, to the token instead of the chunk, without an address.
+
+        Meant for use inside an edit of your own. Called through one, the result is stored under the stream's
+        salt, where the full cache is: return other token ids, or give the stream a salt.
+        """
+        tensor = kv["kv"] if isinstance(kv, Mapping) else kv
+        edited, ids, _ = self.derive(tensor, tokens, 1, "")
+        return edited, ids
+
+    def derive(
+        self, kv: Tensor, tokens: Sequence[int], chunk_size: int, cache_salt: str
+    ) -> tuple[Tensor, list[int], str]:
+        """The compressed cache ``[2, L, K, D]``, and the K token ids and the salt under which it is stored.
+
+        Args:
+            kv: ``[2, L, T, D]``, T a whole number of chunks.
+            tokens: its T token ids.
+            chunk_size: the server's.
+            cache_salt: salt of the source; the derived one starts with it.
+        """
+        source = [int(token) for token in tokens]
+        if len(source) != kv.shape[2]:
+            raise GeometryMismatch(f"{len(source)} tokens for kv of shape {tuple(kv.shape)}; they must agree in T")
+        chunks = len(source) // chunk_size
+        kept = chunk_size * max(1, int(chunks * self.keep + 1e-9))
+        edited, ids = self.method.compress(kv, source, kept, chunk_size, self.rope, self.num_kv_heads)
+        return edited, ids, compressed_salt(source, f"{self.method.name}.{kept}", self.revision, cache_salt)
+
+
+@dataclass(frozen=True)
+class MiddleChunks:
+    """Keeps the first and last chunks, the same in every head, under the ids that were kept."""
+
+    name: str = "middle-chunks"
+
+    def compress(
+        self, kv: Tensor, tokens: list[int], kept: int, chunk_size: int, rope: Rope, num_kv_heads: int
+    ) -> tuple[Tensor, list[int]]:
+        head = (kept // chunk_size + 1) // 2 * chunk_size  # the first chunk holds the attention sinks
+        places = [*range(head), *range(len(tokens) - (kept - head), len(tokens))]
+        index = torch.tensor(places).expand(kv.shape[1], num_kv_heads, -1)
+        return compact(kv, index, rope), [tokens[place] for place in places]
+
+
+@dataclass(frozen=True)
+class PolicyMethod:
+    """Keeps what a `Policy` scores highest, under the first ids: each head keeps other tokens."""
+
+    policy: Policy
+    sinks: int = SINKS
+    window: int = WINDOW
+    per_head: bool = True
+
+    @property
+    def name(self) -> str:
+        parts = [self.policy.name]
+        if seed := getattr(self.policy, "seed", 0):
+            parts.append(f"seed{seed}")
+        if (self.sinks, self.window) != (SINKS, WINDOW):
+            parts.append(f"s{self.sinks}w{self.window}")
+        if not self.per_head:
+            parts.append("shared")
+        return ".".join(parts)
+
+    def compress(
+        self, kv: Tensor, tokens: list[int], kept: int, chunk_size: int, rope: Rope, num_kv_heads: int
+    ) -> tuple[Tensor, list[int]]:
+        edited, _ = apply_policy(
+            self.policy,
+            kv,
+            kept,
+            rope,
+            num_kv_heads,
+            Source(tokens=tokens),
+            sinks=self.sinks,
+            window=self.window,
+            per_head=self.per_head,
+        )
+        return edited, tokens[:kept]
+
+
+def drop_middle_chunks(config: Mapping[str, Any], keep: float = 0.5, revision: str = "r1") -> Edit:
+    """Drop whole chunks out of the middle."""
+    return Edit(MiddleChunks(), Rope.from_config(config), _kv_heads(config), keep, revision)
+
+
+def policy_edit(
+    policy: Policy,
+    config: Mapping[str, Any],
+    keep: float = 0.5,
+    revision: str = "r1",
+    sinks: int = SINKS,
+    window: int = WINDOW,
+    per_head: bool = True,
+) -> Edit:
+    """Keep what any policy prefers, and always `sinks` first and `window` last tokens (see `select`).
+
+    Raises:
+        UnsupportedLayout: keys of this model cannot be moved (see `Rope.from_config`).
+        InvalidRequest: `keep` is not a share.
+    """
+    method = PolicyMethod(policy, sinks, window, per_head)
+    return Edit(method, Rope.from_config(config), _kv_heads(config), keep, revision)
+
+
+def random(config: Mapping[str, Any], keep: float = 0.5, seed: int = 0, **options: Any) -> Edit:
+    """Random tokens in each layer and head, the same for the same prompt and seed. Options: as `policy_edit`."""
+    return policy_edit(policies.Random(seed), config, keep, **options)
+
+
+def sinks_and_recency(config: Mapping[str, Any], keep: float = 0.5, **options: Any) -> Edit:
+    """The first and the last tokens (StreamingLLM, arXiv 2309.17453). Options: as `policy_edit`."""
+    return policy_edit(policies.Recency(), config, keep, **options)
+
+
+def key_norm(config: Mapping[str, Any], keep: float = 0.5, **options: Any) -> Edit:
+    """Tokens with small keys (arXiv 2406.11430). Options: as `policy_edit`."""
+    return policy_edit(policies.KeyNorm(), config, keep, **options)
+
+
+def keydiff(config: Mapping[str, Any], keep: float = 0.5, **options: Any) -> Edit:
+    """Tokens whose keys differ most from the mean key (arXiv 2504.15364). Options: as `policy_edit`."""
+    return policy_edit(policies.KeyDiff(), config, keep, **options)
+
+
+def learned(
+    path: str | Path, config: Mapping[str, Any], keep: float = 0.5, revision: str | None = None, **options: Any
+) -> Edit:
+    """What a trained `TokenScorer` prefers.
+
+    Args:
+        path: a file of `TokenScorer.save`.
+        config: of the model whose caches it was trained on.
+        revision: default is a hash of the weights, so that newly trained ones get addresses of their own.
+        options: as `policy_edit`.
+
+    Raises:
+        GeometryMismatch: the scorer is that of another model.
+        InvalidRequest: the file is no token scorer.
+    """
+    scorer = TokenScorer.load(path)
+    edit = policy_edit(policies.Learned(scorer), config, keep, revision or weights_revision(scorer), **options)
+    same = scorer.inv_freq.shape == edit.rope.inv_freq.shape and torch.allclose(scorer.inv_freq, edit.rope.inv_freq)
+    if not same or (scorer.num_kv_heads, scorer.head_dim) != (edit.num_kv_heads, edit.rope.head_dim):
+        raise GeometryMismatch(f"{path} was trained for a model with other heads or RoPE than this config's")
+    return edit
+
+
+def weights_revision(scorer: TokenScorer) -> str:
+    """8 hex digits of blake3 over a scorer's weights."""
+    digest = blake3()
+    for name, tensor in sorted(scorer.state_dict().items()):
+        digest.update(f"{name}{tuple(tensor.shape)}".encode())
+        digest.update(tensor.float().contiguous().numpy().tobytes())
+    return digest.hexdigest()[:8]
+
+
+def _kv_heads(config: Mapping[str, Any]) -> int:
+    text = config.get("text_config") or config
+    return int(text.get("num_key_value_heads") or text["num_attention_heads"])
