@@ -1,19 +1,23 @@
 # make demo   the main job on a real model, end to end        make test    unit and conformance tests
 # make check  ruff and mypy                                   make format  let ruff rewrite the sources
 # make bench  measurements into benchmarks/RESULTS.md         make setup   only the environment
+# make live   against a real LMCache server and a real vLLM   make conformance  the suite on a real LMCache server too
 #
+# SERVER       SERVER=lmcache: the demo runs on a real LMCache server instead of kvdata's own
 # PYTHON       interpreter for the environment (3.10 or newer)
 # TORCH_INDEX  index with PyTorch's CPU builds, to save the download of a CUDA build where one is not wanted
 PYTHON ?= python3
 TORCH_INDEX ?=
+SERVER ?=
 VENV ?= .venv
+export TORCH_INDEX
 
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 EXTRAS := server,train,hf,eval,dev
 
-.PHONY: setup demo test check format bench clean
+.PHONY: setup demo test live conformance check format bench clean
 
 setup: $(READY)
 
@@ -27,10 +31,17 @@ $(READY): pyproject.toml constraints.txt requirements-model.txt
 	@touch $@
 
 demo: $(READY)
-	$(BIN)/python -m training.demo
+	$(BIN)/python -m $(if $(filter lmcache,$(SERVER)),tests.live.stack demo,training.demo)
 
 test: $(READY)
 	$(BIN)/python -m pytest
+
+live: $(READY)
+	$(BIN)/python -m tests.live.environments
+	$(BIN)/python -m pytest tests/live
+
+conformance: $(READY)
+	$(BIN)/python -m pytest tests/conformance --lmcache "$$($(BIN)/python -m tests.live.environments lmcache)"
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -10,6 +10,9 @@ memory; each is a set of strides, so decoding and encoding are one copy between 
 * ``vllm-cpu``: what vLLM's CPU backend stores. Its blocks of ``N`` tokens hold, per head, K transposed ``[S, N]``
   followed by V ``[N, S]``; a server takes these ``2 * S * N`` elements for ``N`` rows of ``[K | V]``, and so puts
   element ``p`` of a head's block into row ``p // 2S``, column ``p % 2S`` of a ``fused`` chunk.
+* ``vllm-cpu-amx``: the same for bfloat16 on a CPU with AMX, where a head's block holds K as ``[N/16, S/2, 16, 2]``
+  (token group, dim pair, token, dim of the pair) and V as ``[S/16, N/2, 16, 2]`` (dim group, token pair, dim, token
+  of the pair).
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ import torch
 
 from kvdata.errors import GeometryMismatch, InvalidRequest
 
-PACKINGS = ("split", "fused", "vllm-cpu")
+PACKINGS = ("split", "fused", "vllm-cpu", "vllm-cpu-amx")
 DTYPES: dict[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
@@ -52,8 +55,8 @@ class KVLayout:
         num_kv_heads: key/value heads ``H`` (after grouping, not query heads).
         head_dim: size ``S`` of one head.
         dtype: element type of the stored cache.
-        packing: ``"split"``, ``"fused"`` or ``"vllm-cpu"``.
-        block_size: tokens in a block of the engine's own cache; only ``"vllm-cpu"`` needs it.
+        packing: ``"split"``, ``"fused"``, ``"vllm-cpu"`` or ``"vllm-cpu-amx"``.
+        block_size: tokens in a block of the engine's own cache; only the packings of vLLM's CPU backend need it.
     """
 
     num_layers: int
@@ -71,8 +74,14 @@ class KVLayout:
         if self.packing not in PACKINGS:
             raise InvalidRequest(f"unknown packing {self.packing!r}; known: {', '.join(PACKINGS)}")
         parse_dtype(dtype_name(self.dtype))
-        if self.packing != "vllm-cpu":
+        if self.packing not in ("vllm-cpu", "vllm-cpu-amx"):
             object.__setattr__(self, "block_size", None)  # the other packings know no blocks
+        elif self.packing == "vllm-cpu-amx":
+            if self.head_dim % 16 or not self.block_size or self.block_size % 32 or 8 * self.block_size % self.head_dim:
+                raise InvalidRequest(
+                    f"packing vllm-cpu-amx needs head_dim in steps of 16 and block_size (128 in vLLM) in steps of 32; "
+                    f"got {self.head_dim} and {self.block_size!r}"
+                )
         else:
             row = 2 * self.head_dim
             if not self.block_size or (self.block_size % row and row % self.block_size) or self.block_size % 2:
@@ -108,7 +117,7 @@ class KVLayout:
         Accepts the shapes servers hand out: with a leading plane axis of 1 (written by an engine), or flat. Raises
         `GeometryMismatch` when the element count is not a whole number of tokens.
         """
-        if self.packing != "vllm-cpu":
+        if self.block_size is None:
             return self._stored(chunk)
         kv = torch.empty(2, self.num_layers, self._tokens(chunk), self.hidden, dtype=self.dtype)
         self.decode(chunk, kv)
@@ -130,7 +139,7 @@ class KVLayout:
         """Views of the chunk and of ``kv`` that hold the same elements at the same place."""
         heads = self.heads(kv)
         layers = slice(None) if layer is None else slice(layer, layer + 1)
-        if self.packing != "vllm-cpu":
+        if self.block_size is None:
             return [(self._stored(chunk)[:, layers], heads)]
         tokens, block, size = self._tokens(chunk), self.block_size or 0, self.head_dim
         if tokens % block:
@@ -138,6 +147,8 @@ class KVLayout:
         rows = chunk.view(self.num_layers, tokens // block, block, self.num_kv_heads, 2 * size)[layers]
         keys, values = _split(heads, 2, -1, block)  # [L, blocks, N, H, S]
         first, second = rows.chunk(2, dim=2)  # K fills the first half of the rows, V the second: [.., N/2, H, 2S]
+        if self.packing == "vllm-cpu-amx":
+            return _amx_pairs(first, second, keys, values)
         # K's element (dim d, token n) is p = d * N + n of its block.
         if block <= 2 * size:  # a row holds several dims of all the block's tokens
             dims = 2 * size // block
@@ -214,6 +225,23 @@ class KVLayout:
     def with_packing(self, packing: str, block_size: int | None = None) -> KVLayout:
         """The same geometry in another packing."""
         return replace(self, packing=packing, block_size=block_size)
+
+
+def _amx_pairs(
+    first: torch.Tensor, second: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """K and V rows ``[L, blocks, N/2, H, 2S]`` with their ``[L, blocks, N, H, S]``, cut along AMX's units of 32."""
+    size = keys.shape[-1]
+    per_row = size // 16  # units in a row
+    # K: rows are (token group, dim-pair high), columns (dim-pair low, token, dim of the pair)
+    k = _split(_split(_split(first, 4, per_row, 32), 5, 16, 2), 2, -1, 8)  # [L, blocks, N/16, 8, H, S/16, 16, 2]
+    k = k.permute(0, 1, 2, 6, 4, 3, 5, 7)  # [L, blocks, N/16, 16, H, 8, S/16, 2]
+    k_pair = (k, _split(_split(_split(keys, 4, 8, -1), 5, per_row, 2), 2, -1, 16))
+    # V: rows are (dim group, token-pair high), columns (token-pair low, dim, token of the pair)
+    v = _split(_split(_split(second, 4, per_row, 32), 5, 16, 2), 2, per_row, -1)  # [L, blocks, S/16, M, H, S/16, 16, 2]
+    v = v.permute(0, 1, 3, 5, 7, 4, 2, 6)  # [L, blocks, M, S/16, 2, H, S/16, 16]
+    v_pair = (v, _split(_split(_split(values, 4, -1, 16), 2, v.shape[2], -1), 3, per_row, 2))
+    return [k_pair, v_pair]
 
 
 def _split(tensor: torch.Tensor, axis: int, outer: int, inner: int) -> torch.Tensor:

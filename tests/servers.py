@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +31,28 @@ class Server:
     Args:
         kind: ``embedded``, or the path of an ``lmcache`` command.
         transfer: ``shm`` or ``pickle``.
+        flags: more of the command's own options.
+        log: where its output goes; by default a temporary file that `stop` removes.
     """
 
-    def __init__(self, kind: str, transfer: str, chunk_size: int = 64, pool_mb: int = 64) -> None:
+    def __init__(
+        self,
+        kind: str,
+        transfer: str,
+        chunk_size: int = 64,
+        pool_mb: int = 64,
+        flags: Sequence[str] = (),
+        log: Path | None = None,
+    ) -> None:
         self.kind, self.transfer, self.chunk_size, self.pool_mb = kind, transfer, chunk_size, pool_mb
+        self.release = (0, 5, 6) if kind == "embedded" else installed_release(kind)  # embedded: the one it mimics
         port, http_port = free_port(), free_port()
         self.url, self.http_url = f"tcp://127.0.0.1:{port}", f"http://127.0.0.1:{http_port}"
         self.shm_name = f"kvdata-test-{os.getpid()}-{port}"
-        self.log = Path(tempfile.gettempdir()) / f"{self.shm_name}.log"
+        self.pool = Path(f"/dev/shm/lmcache_l1_pool_{self.shm_name}")
+        self.flags = tuple(flags)
+        self.log = log or Path(tempfile.gettempdir()) / f"{self.shm_name}.log"
+        self._keep_log = log is not None
         self._ports = (str(port), str(http_port))
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -64,7 +80,12 @@ class Server:
                 self._process.wait(20)
             finally:
                 self.kill()
-        self.log.unlink(missing_ok=True)
+            # Older releases leave this to a helper process of theirs, which does it a moment later.
+            deadline = time.monotonic() + 5
+            while self.pool.exists() and time.monotonic() < deadline:
+                time.sleep(0.05)
+        if not self._keep_log:
+            self.log.unlink(missing_ok=True)
 
     def kill(self) -> None:
         """SIGKILL: nothing is cleaned up."""
@@ -88,10 +109,10 @@ class Server:
         return answer
 
     def clear(self) -> None:
-        response = httpx.post(
-            self.http_url + "/cache/clear", json={"tier": "l1", "force": True}, timeout=5, trust_env=False
-        )
-        response.raise_for_status()
+        path, body = "/cache/clear", {"tier": "l1", "force": True}
+        if self.release < (0, 5, 1):
+            path, body = "/clear-cache", {}
+        httpx.post(self.http_url + path, json=body, timeout=5, trust_env=False).raise_for_status()
 
     def memory(self) -> dict[str, Any]:
         found: dict[str, Any] = self.status()["storage_manager"]["l1_manager"]
@@ -102,8 +123,23 @@ class Server:
         common = ["--port", port, "--http-port", http_port, "--chunk-size", str(self.chunk_size)]
         if self.kind == "embedded":
             serve = [sys.executable, "-m", "kvdata", "serve", "--pool-gb", str(self.pool_mb / 1024)]
-            return [*serve, *common, "--shm-name", self.shm_name, "--transfer", self.transfer]
+            return [*serve, *common, "--shm-name", self.shm_name, "--transfer", self.transfer, *self.flags]
         lmcache = [self.kind, "server", "--host", "127.0.0.1", "--l1-size-gb", str(self.pool_mb / 1024)]
-        lmcache += ["--eviction-policy", "LRU", "--transport", "zmq", "--supported-transfer-mode", "auto"]
-        shm = ["--shm-name", self.shm_name, "--no-l1-use-lazy"] if self.transfer == "shm" else []
-        return [*lmcache, *common, *shm]
+        lmcache += ["--eviction-policy", "LRU", "--supported-transfer-mode", "auto"]
+        if self.release >= (0, 5, 5):  # before, there was nothing but ZMQ
+            lmcache += ["--transport", "zmq"]
+        if self.transfer == "shm":
+            lmcache += ["--shm-name", self.shm_name, "--no-l1-use-lazy"]
+        elif self.release < (0, 5, 4):  # these name a pool by themselves
+            lmcache += ["--shm-name", ""]
+        return [*lmcache, *common, *self.flags]
+
+
+def installed_release(command: str) -> tuple[int, ...]:
+    """``(0, 5, 6)`` for the path of an ``lmcache`` command, from what is installed beside it."""
+    environment = Path(shutil.which(command) or command).absolute().parent.parent
+    found = environment.glob("lib/python*/site-packages/lmcache-*.dist-info")
+    versions = [path.name.removesuffix(".dist-info").split("-")[1] for path in found]
+    if len(versions) != 1:
+        raise RuntimeError(f"{command} is not in an environment with LMCache installed")
+    return tuple(int(part) for part in versions[0].split(".")[:3])

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from multiprocessing.util import Finalize
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -68,6 +68,7 @@ class KVCacheContext:
         self._pid = os.getpid()
         self._lock = threading.RLock()
         self._session: Session | None = None
+        self._owed: list[tuple[str, tuple[Any, ...]]] = []
         self._finalizer: Finalize | None = None
         self._used = time.monotonic()
         self._closed = False
@@ -251,6 +252,7 @@ class KVCacheContext:
             if self._closed:
                 raise InvalidRequest("this context is closed; connect again")
             if self._session is not None and not self._session.usable():
+                self._owed += self._session.take_owed()
                 self._drop_session()
             if self._session is None:
                 self._session = session = Session(self.connection, self._layout)
@@ -258,6 +260,8 @@ class KVCacheContext:
                 self._stats.handshakes += 1
                 # atexit does not run in forked DataLoader workers; multiprocessing's finalizers do.
                 self._finalizer = Finalize(self, session.close, exitpriority=10)
+                owed, self._owed = self._owed, []
+                session.settle(owed)
             elif time.monotonic() - self._used > self._session.info.grace_seconds / 2:
                 self._session.refresh(Deadline(self.connection.timeout))
             self._used = time.monotonic()

@@ -208,8 +208,8 @@ def _fused(connection: Connection, kv_format: str) -> tuple[tuple[int, int], str
     if packing in ("auto", "split"):
         raise UnsupportedLayout(
             f"{connection.model_name}: the engine stores K and V fused ({kv_format}), and different engines order "
-            'the bytes differently under that name; say packing="vllm-cpu" for vLLM on a CPU, packing="fused" for '
-            "[K | V] per head, or find out with `kvdata verify`"
+            'the bytes differently under that name; say packing="fused" for [K | V] per head, "vllm-cpu" or '
+            '"vllm-cpu-amx" for vLLM on a CPU, or find out with `kvdata verify`'
         )
     heads = connection.heads()
     if heads is None:

@@ -49,6 +49,7 @@ log = logging.getLogger("kvdata")
 # Releasing what a failed call still holds may take this long beyond the call's own deadline.
 CLEANUP_SECONDS = 2.0
 _HANDSHAKE_SECONDS = 10.0
+_DELETES = (0, 5, 2)
 
 
 class Session:
@@ -65,6 +66,7 @@ class Session:
         self.pool: MappedPool | None = None
         self._registered = False
         self._stale = False
+        self._owed: list[tuple[str, tuple[Any, ...]]] = []
         self._reserving = False  # a reservation of ours may still be pending on the server
         deadline = Deadline(connection.timeout)
         self.http = Http(connection.http_url, min(connection.timeout, _HANDSHAKE_SECONDS))
@@ -169,6 +171,9 @@ class Session:
         self, request: Request, chunks: Sequence[int], force: bool = False, worker: int | None = None
     ) -> tuple[int, int]:
         """Delete chunks (of one worker or all) from the server's memory; returns ``(deleted, locked)`` objects."""
+        if self.info.release < _DELETES:
+            release = ".".join(map(str, self.info.release))
+            raise UnsupportedServer(f"LMCache {release} cannot delete chunks by key; it came with 0.5.2")
         hashes = chunk_hashes(request.ids, self.chunk_size)
         keys = [
             {
@@ -207,6 +212,16 @@ class Session:
         """Tell the server that this instance lives. Re-registering is the ping that publishes nothing."""
         self._register(deadline)
 
+    def take_owed(self) -> list[tuple[str, tuple[Any, ...]]]:
+        """What could not be given back because the server did not answer; for `settle` of the next session."""
+        owed, self._owed = self._owed, []
+        return [] if self._rpc is None or self._rpc.lost() else owed  # a server that has gone has forgotten it
+
+    def settle(self, owed: list[tuple[str, tuple[Any, ...]]]) -> None:
+        """Give back what an earlier session of this process still owes the server. Never raises."""
+        for operation, args in owed:
+            self.clean_up(operation, *args)
+
     def close(self) -> None:
         """Un-register and close everything; safe to call twice, and in a forked child."""
         rpc, self._rpc = self._rpc, None
@@ -216,6 +231,8 @@ class Session:
             # Un-registering publishes a pending reservation as if it were written; left alone, it expires.
             if self._registered and not self._reserving:
                 self._clean_up(rpc, "unregister", self.instance_id)
+            for operation, args in self._owed:  # the last chance, without waiting
+                rpc.post(operation, *args)
             rpc.close()
         self.http.close()
         if self.pool is not None:
@@ -272,8 +289,9 @@ class Session:
         if rpc.lost():
             return
         try:
-            if self._stale:  # waiting was in vain before; a server that is only slow still does it
-                rpc.post(operation, *args)
+            if self._stale:
+                # Not now: a server that is only slow has not even done yet what is to be undone.
+                self._owed.append((operation, args))
             else:
                 rpc.call(operation, *args, result=object, deadline=Deadline(CLEANUP_SECONDS))
         except KVCacheSDKError as exc:

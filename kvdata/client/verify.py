@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvdata.client.connection import Connection
 from kvdata.client.packings import remember_packing
-from kvdata.errors import GeometryMismatch, MissingKV, UnsupportedLayout
+from kvdata.errors import GeometryMismatch, InvalidRequest, MissingKV, UnsupportedLayout
 from kvdata.layout import PACKINGS, KVLayout
 
 # bfloat16 noise over 30 layers is about 1 % for K and 2 % for V; a wrong byte order is off by more than 100 %.
@@ -67,7 +67,7 @@ def verify(connection: Connection, model: Model, tokens: Sequence[int], cache_sa
     for packing in PACKINGS:
         try:
             found = _read(connection, model.layout, packing, tokens, cache_salt)
-        except (GeometryMismatch, UnsupportedLayout) as exc:  # this server's cache cannot be in that packing
+        except (InvalidRequest, UnsupportedLayout) as exc:  # this server's cache cannot be in that packing
             refusals.append(f"{packing}: {exc}")
             continue
         if computed is None:

@@ -152,7 +152,11 @@ def test_a_silent_server_is_a_timeout_that_names_the_operation(own_server):
             own_server.thaw()
         ctx.connection = patient
         assert torch.equal(ctx.retrieve(tokens), kv)
-    # What the server found in its sockets when it woke up, it did, and in the end nothing is left of it.
+    # What the server found in its sockets when it woke up, it does, and in the end nothing is left of it.
+    deadline = time.monotonic() + 20
+    while own_server.memory()["read_locked_count"] or own_server.status()["active_sessions"]:
+        assert time.monotonic() < deadline, "read locks or sessions were left"
+        time.sleep(0.1)
     check_clean(own_server)
 
 

@@ -15,10 +15,10 @@ from kvdata.sdk import connect as sdk_connect
 from tests.conformance.conftest import LAYOUT, MODEL, fresh_tokens, random_kv
 
 
-@pytest.mark.parametrize("packing", ["split", "fused", "vllm-cpu"])
+@pytest.mark.parametrize("packing", ["split", "fused", "vllm-cpu", "vllm-cpu-amx"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_round_trip_is_bit_exact(connect, dtype, packing):
-    layout = KVLayout(3, 2, 8, dtype, packing, block_size=32)
+    layout = KVLayout(3, 2, 16, dtype, packing, block_size=32)
     ctx = connect(layout, model=f"tests/{packing}-{dtype}")
     tokens, kv = fresh_tokens(200), random_kv(200, layout)
     assert store(ctx, kv, tokens) is True

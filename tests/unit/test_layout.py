@@ -38,6 +38,43 @@ def test_a_packing_is_a_permutation_of_the_bytes(packing):
         layout.view(chunk.flatten()[:-1])
 
 
+def amx_block(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """One head's block of ``[N, S]`` keys and values as the AMX kernels keep it, element by element."""
+    tokens, size = keys.shape
+    memory = torch.empty(2 * tokens * size)
+    for n in range(tokens):
+        for d in range(size):
+            k = (n // 16) * 16 * size + (d // 2) * 32 + (n % 16) * 2 + d % 2
+            v = (d // 16) * 16 * tokens + (n // 2) * 32 + (d % 16) * 2 + n % 2
+            memory[k], memory[tokens * size + v] = keys[n, d], values[n, d]
+    return memory
+
+
+@pytest.mark.parametrize("size", [16, 32, 64])
+def test_amx_chunks_are_decoded_whatever_the_head_size(size):
+    layout = KVLayout(2, 2, size, torch.float32, "vllm-cpu-amx", block_size=32)
+    kv = torch.randn(2, 2, 64, 2, size)
+    chunk = torch.empty(2, 64, 2, 2 * size)
+    for layer in range(2):
+        for head in range(2):
+            for start in (0, 32):
+                block = amx_block(*kv[:, layer, start : start + 32, head])
+                chunk[layer, start : start + 32, head] = block.view(32, 2 * size)
+    assert torch.equal(layout.view(chunk), kv)
+    back = torch.empty_like(chunk)
+    layout.encode(kv.flatten(3), back)
+    assert torch.equal(back, chunk)
+    one = torch.empty(2, 1, 64, 2 * size)
+    layout.decode(chunk, one, layer=1)
+    assert torch.equal(one, kv[:, 1:2].flatten(3))
+
+
+def test_amx_needs_units_of_32():
+    for size, block in ((8, 32), (16, 16), (16, None)):
+        with pytest.raises(InvalidRequest, match="vllm-cpu-amx needs"):
+            KVLayout(2, 2, size, torch.float32, "vllm-cpu-amx", block_size=block)
+
+
 def vllm_cpu_chunk(kv: torch.Tensor, layout: KVLayout) -> torch.Tensor:
     """What a server holds of ``[2, L, T, H, S]`` after vLLM's CPU backend stored it, moved element by element."""
     _, layers, tokens, heads, size = kv.shape
