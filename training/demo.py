@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import re
 import shutil
 import subprocess
 import sys
@@ -31,7 +30,9 @@ from rich.progress import track
 from torch.utils.data import DataLoader
 
 from kvdata import Connection, KVCacheDataset, Prefixes, PrefixRecord, collate, worker_init_fn
+from kvdata.client.counters import counters
 from kvdata.datasets import Manifest
+from kvdata.edits.functions import weights_revision
 from kvdata.edits.policies import KeyDiff, KeyNorm, Learned, Oracle, Policy, Random, Recency
 from kvdata.edits.rope import Rope
 from kvdata.engines.huggingface import HuggingFaceEngine
@@ -41,7 +42,7 @@ from kvdata.evaluation import PolicyCaches, evaluate_caches, print_table, save_j
 from kvdata.lightning import KVCacheWriter
 from kvdata.models.token_scorer import TokenScorer
 from training.text import documentation_windows, split_by_document
-from training.token_dropping import CompressCaches, Teacher, TokenDropping, weights_revision
+from training.token_dropping import CompressCaches, Teacher, TokenDropping
 
 MODEL = "SmolLM2-135M-Instruct"
 CONTEXT, CONTINUATION = 512, 64
@@ -239,19 +240,6 @@ def fast_dtype() -> torch.dtype:
     """bfloat16 where this CPU multiplies it in hardware (three times as fast), else float32."""
     checks = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
     return torch.bfloat16 if any(getattr(torch.cpu, name, bool)() for name in checks) else torch.float32
-
-
-def counters(http_url: str) -> dict[str, int]:
-    """Chunks written to and read from the server since it started, from its Prometheus metrics."""
-    text = httpx.get(f"{http_url}/metrics", trust_env=False, timeout=10).text
-
-    def total(name: str) -> int:
-        return int(sum(float(v) for v in re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)", text, re.MULTILINE)))
-
-    return {
-        "stored_chunks": total("lmcache_mp_l1_write_chunks_total"),
-        "retrieved_chunks": total("lmcache_mp_l1_read_chunks_total"),
-    }
 
 
 def chunk_tokens(http_url: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import chain
 from pydoc_data.topics import topics
 
 from blake3 import blake3
@@ -18,15 +19,40 @@ def documentation_windows(tokenizer: Tokenizer, context_tokens: int, continuatio
     return Prefixes.from_text((topics[n] for n in names), tokenizer, context_tokens, continuation_tokens, labels)
 
 
+def prompts_and_windows(
+    tokenizer: Tokenizer, prompts: int, prompt_tokens: int, context_tokens: int, continuation_tokens: int
+) -> tuple[list[list[int]], Prefixes]:
+    """``(prompts, training windows)``: long prompts out of some documents, windows out of the others.
+
+    Documents are joined, in the order of their names' hashes, since few are long enough alone.
+    """
+    ids = {name: list(tokenizer.encode(topics[name], add_special_tokens=False)) for name in sorted(topics, key=_hash)}
+    held_out: list[int] = []
+    names = iter(ids)
+    while len(held_out) < prompts * prompt_tokens:
+        held_out += ids[next(names)]
+    rest = list(chain.from_iterable(ids[name] for name in names))
+    size = context_tokens + continuation_tokens
+    windows = [rest[start : start + size] for start in range(0, len(rest) - size + 1, size)]
+    return (
+        [held_out[i * prompt_tokens : (i + 1) * prompt_tokens] for i in range(prompts)],
+        Prefixes.of({"tokens": w[:context_tokens], "continuation": w[context_tokens:]} for w in windows),
+    )
+
+
 def split_by_document(windows: Prefixes, held_out: int) -> tuple[Prefixes, Prefixes]:
     """``(training, held out)``: whole documents, in the order of their names' hashes, until ``held_out`` windows."""
     names = [record.meta["name"] for record in windows]
     chosen: set[str] = set()
-    for name in sorted(set(names), key=lambda n: blake3(n.encode()).digest()):
+    for name in sorted(set(names), key=_hash):
         if sum(n in chosen for n in names) >= held_out:
             break
         chosen.add(name)
     return _where(windows, (n not in chosen for n in names)), _where(windows, (n in chosen for n in names))
+
+
+def _hash(name: str) -> bytes:
+    return blake3(name.encode()).digest()
 
 
 def _where(windows: Prefixes, keep: Iterable[bool]) -> Prefixes:

@@ -11,7 +11,6 @@ from typing import Any
 
 import lightning as L
 import torch
-from blake3 import blake3
 from torch import Tensor
 
 from kvdata.datasets import KVBatch
@@ -130,11 +129,3 @@ class CompressCaches(L.LightningModule):
                     meta = {**batch.meta[row], "index": index}
                     writes.append(CacheWrite(smaller, tokens, policy.name, revision, meta=meta))
         return writes
-
-
-def weights_revision(scorer: TokenScorer) -> str:
-    """A revision that changes with the weights, so that two trainings never share an address."""
-    digest = blake3()
-    for tensor in scorer.state_dict().values():
-        digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
-    return f"w{digest.hexdigest(4)}"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from kvdata.evaluation.decoding import Arm
 from kvdata.evaluation.dropping import Result
 
 # Okabe-Ito, readable with colour-vision deficiency; black and grey are kept for the reference and the oracle.
@@ -68,6 +70,70 @@ def save_json(report: Mapping[str, Any], path: Path) -> None:
 
 def save_plot(results: Sequence[Result], path: Path, title: str) -> None:
     """NLL increase over the full cache against the share of kept tokens, one line per policy."""
+    with _figure(path, title) as axes:
+        colours = iter(_COLOURS)
+        policies = list(dict.fromkeys(r.policy for r in results))
+        for number, policy in enumerate(policies):
+            rows = sorted((r for r in results if r.policy == policy), key=lambda r: r.keep)
+            if rows[0].keep == 1.0:
+                axes.axhline(0, color="black", linewidth=1, label=f"{policy} cache (NLL {rows[0].nll:.2f})")
+                continue
+            colour = "grey" if rows[0].oracle else _TRAINED if rows[0].trained else next(colours)
+            low = [max(0.0, r.delta_nll - r.ci90[0]) for r in rows]
+            high = [max(0.0, r.ci90[1] - r.delta_nll) for r in rows]
+            # Side by side, or the intervals of one budget would hide each other.
+            aside = 0.008 * (number - len(policies) / 2)
+            axes.errorbar(
+                [r.keep + aside for r in rows],
+                [r.delta_nll for r in rows],
+                yerr=[low, high],
+                color=colour,
+                marker="o",
+                linewidth=3 if rows[0].trained else 1.5,
+                linestyle="--" if rows[0].oracle else "-",
+                capsize=3,
+                label=policy + (" (trained)" if rows[0].trained else " (sees the answer)" if rows[0].oracle else ""),
+            )
+        axes.set_xlabel("tokens kept")
+        axes.set_ylabel("NLL increase over the full cache (nats per token)")
+        axes.set_xticks(sorted({r.keep for r in results if r.keep < 1}))
+
+
+def print_decoding(arms: Sequence[Arm], logprob: Mapping[str, float], console: Console, title: str) -> None:
+    """One row per arm: decode throughput, gain over the first arm, log-probability, and whether all were hits."""
+    table = Table(title=title, box=box.SIMPLE, padding=(0, 1))
+    table.add_column("caches", no_wrap=True)
+    for name in ("tokens/s", "gain", "log-prob", "chunks read", "of"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for arm in arms:
+        table.add_row(
+            arm.name,
+            f"{arm.decode_tput:.1f}",
+            f"{arm.decode_tput / arms[0].decode_tput:.2f}x",
+            f"{logprob[arm.name]:.3f}" if arm.name in logprob else "",
+            f"{sum(arm.read_chunks):,}",
+            f"{arm.expected_chunks * len(arm.read_chunks):,}",
+            style=None if arm.all_hits else "red",
+        )
+    console.print(table)
+
+
+def save_gain_plot(gains: Mapping[str, Mapping[float, float]], path: Path, title: str) -> None:
+    """Gain in decode throughput over the full cache against the share of kept tokens, one line per policy."""
+    with _figure(path, title) as axes:
+        for policy, points in gains.items():
+            keeps = sorted(points)
+            axes.plot(keeps, [points[keep] for keep in keeps], marker="o", label=policy)
+        axes.axhline(1, color="black", linewidth=1, label="full cache")
+        axes.set_xlabel("tokens kept")
+        axes.set_ylabel("decode throughput / that of the full cache")
+        axes.set_xticks(sorted({keep for points in gains.values() for keep in points}))
+        axes.set_ylim(bottom=0)
+
+
+@contextmanager
+def _figure(path: Path, title: str) -> Iterator[Any]:
+    """Axes over the share of kept tokens; saved at the end."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -75,40 +141,17 @@ def save_plot(results: Sequence[Result], path: Path, title: str) -> None:
     from matplotlib.ticker import PercentFormatter
 
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
-    colours = iter(_COLOURS)
-    policies = list(dict.fromkeys(r.policy for r in results))
-    for number, policy in enumerate(policies):
-        rows = sorted((r for r in results if r.policy == policy), key=lambda r: r.keep)
-        if rows[0].keep == 1.0:
-            axes.axhline(0, color="black", linewidth=1, label=f"{policy} cache (NLL {rows[0].nll:.2f})")
-            continue
-        colour = "grey" if rows[0].oracle else _TRAINED if rows[0].trained else next(colours)
-        low = [max(0.0, r.delta_nll - r.ci90[0]) for r in rows]
-        high = [max(0.0, r.ci90[1] - r.delta_nll) for r in rows]
-        # Side by side, or the intervals of one budget would hide each other.
-        aside = 0.008 * (number - len(policies) / 2)
-        axes.errorbar(
-            [r.keep + aside for r in rows],
-            [r.delta_nll for r in rows],
-            yerr=[low, high],
-            color=colour,
-            marker="o",
-            linewidth=3 if rows[0].trained else 1.5,
-            linestyle="--" if rows[0].oracle else "-",
-            capsize=3,
-            label=policy + (" (trained)" if rows[0].trained else " (sees the answer)" if rows[0].oracle else ""),
-        )
-    axes.set_xlabel("tokens kept")
-    axes.set_ylabel("NLL increase over the full cache (nats per token)")
-    axes.set_title(textwrap.fill(title, 70))
-    axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-    axes.set_xticks(sorted({r.keep for r in results if r.keep < 1}))
-    axes.margins(x=0.15)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    try:
+        yield axes
+        axes.set_title(textwrap.fill(title, 70))
+        axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        axes.margins(x=0.15)
+        axes.grid(alpha=0.3)
+        axes.legend()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=150)
+    finally:
+        plt.close(figure)
 
 
 def _rival(results: Sequence[Result], keep: float) -> Result | None:

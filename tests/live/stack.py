@@ -54,9 +54,10 @@ class VLLM:
     Args:
         server: the running LMCache server.
         name: of its log.
+        flags: more of its own options.
     """
 
-    def __init__(self, server: Server, name: str = "vllm") -> None:
+    def __init__(self, server: Server, name: str = "vllm", flags: Sequence[str] = ()) -> None:
         self.model = str(smollm2_folder())
         self.url = f"http://127.0.0.1:{free_port()}"
         self.log = _fresh_log(name)
@@ -65,6 +66,7 @@ class VLLM:
             "kv_role": "kv_both",
             "kv_connector_extra_config": {"lmcache.mp.port": int(server.url.rpartition(":")[2])},
         }
+        self._flags = tuple(flags)
         self._process: subprocess.Popen[bytes] | None = None
         self._pids: set[int] = set()
 
@@ -85,7 +87,7 @@ class VLLM:
         arguments += ["--return-tokens-as-token-ids", "--kv-transfer-config", json.dumps(self._connector)]
         with open(self.log, "wb") as log:
             self._process = subprocess.Popen(
-                [str(vllm), "serve", self.model, *arguments],
+                [str(vllm), "serve", self.model, *arguments, *self._flags],
                 stdout=log,
                 stderr=log,
                 env=environment,
@@ -131,6 +133,13 @@ class VLLM:
             for left in SHM_FOLDER.glob(f"lmcache_kv_{pid}_*"):
                 left.unlink(missing_ok=True)
 
+    def logprob(self, prompt: list[int], token: int) -> float:
+        """Log-probability of one token after a prompt, in nats; the prompt's cache is read from LMCache."""
+        body = {"model": SERVED_NAME, "prompt": prompt, "max_tokens": 1, "logprobs": 1, "allowed_token_ids": [token]}
+        answer = httpx.post(f"{self.url}/v1/completions", json=body, timeout=120, trust_env=False)
+        answer.raise_for_status()
+        return float(answer.json()["choices"][0]["logprobs"]["token_logprobs"][0])
+
     def complete(self, prompt: list[int], max_tokens: int = 24, **options: Any) -> list[int]:
         """Token ids of the greedy continuation of a prompt of token ids."""
         body = {"model": SERVED_NAME, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "logprobs": 0}
@@ -140,9 +149,9 @@ class VLLM:
 
 
 @contextmanager
-def vllm(server: Server, name: str = "vllm") -> Iterator[VLLM]:
+def vllm(server: Server, name: str = "vllm", flags: Sequence[str] = ()) -> Iterator[VLLM]:
     """A running `VLLM`, ended afterwards; stopping it earlier is fine."""
-    engine = VLLM(server, name)
+    engine = VLLM(server, name, flags)
     try:
         yield engine.start()
     finally:

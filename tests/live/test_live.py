@@ -5,14 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch.utils.data import DataLoader
 
 from kvdata import Connection, KVCacheDataset, collate, worker_init_fn
+from kvdata.client.counters import counters
+from kvdata.engines.openai import openai_completion
+from kvdata.sdk.batch import LMCacheBatchedStream
+from kvdata.sdk.stream import create_request
 from tests.live.conftest import PREFIX, REAP_SECONDS
-from tests.live.stack import CHUNK
+from tests.live.stack import CHUNK, SERVED_NAME
 from tests.servers import Server
-from training.demo import counters
 
 CHUNKS = PREFIX // CHUNK
 
@@ -82,6 +86,35 @@ def test_vllm_decodes_from_what_kvdata_stored(server, engine, prompts, connectio
     assert read_chunks(server, lambda: found.append(engine.complete(other + tail))) == CHUNKS
     assert found == [original]
     assert without != original
+
+
+@pytest.mark.parametrize("form", ["context", "list of contexts"])
+@pytest.mark.parametrize("token_ids", ["return_token_ids", "logprobs"])
+def test_streams_prefill_modify_and_decode(server, engine, prompts, connection, form, token_ids):
+    """An edit of one's own, in both forms; what is decoded comes from the edited cache and follows it."""
+    source, other = prompts[4], prompts[5][:PREFIX]
+    salt = f"streams-{form}-{token_ids}".replace(" ", "-")
+
+    def as_of_the_source(kv, tokens):
+        """The other text's ids get the cache of the source: what the engine then says is the source's."""
+        tensor = kv["kv"] if isinstance(kv, dict) else kv
+        assert tensor.shape[2] == len(tokens) == PREFIX
+        return kv, other
+
+    with connection.connect() as ctx, openai_completion(engine.url, SERVED_NAME, token_ids=token_ids) as complete:
+        batch = LMCacheBatchedStream(settle_seconds=20)
+        batch.add(create_request(ctx if form == "context" else [ctx], complete, source, salt))
+        params = {"temperature": 0.0, "max_tokens": 16}
+        assert batch.prefill(params).output_tokens == 1
+        assert batch.modify(as_of_the_source).input_tokens == PREFIX
+        (stream,) = batch.streams
+        found = []
+        assert read_chunks(server, lambda: found.append(batch.decode(params))) == CHUNKS
+        assert stream.tokens[:PREFIX] == other
+        assert found[0].output_tokens == len(stream.output_tokens) - 1 == 16
+        assert stream.output_text
+        original = engine.complete(source, 17, cache_salt=salt)
+    assert stream.output_tokens == original
 
 
 def test_a_client_leaves_the_engines_registration_alone(server, engine, prompts, connection):

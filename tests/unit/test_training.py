@@ -9,13 +9,14 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvdata import KVCacheDataset, collate
+from kvdata.edits.functions import weights_revision
 from kvdata.edits.policies import KeyDiff, Oracle, Random
 from kvdata.edits.rope import Rope
 from kvdata.engines.huggingface import HuggingFaceEngine, attention_target
 from kvdata.models.token_scorer import TokenScorer
 from tests.unit.conftest import fresh_tokens
 from training.text import documentation_windows, split_by_document
-from training.token_dropping import CompressCaches, Teacher, TokenDropping, weights_revision
+from training.token_dropping import CompressCaches, Teacher, TokenDropping
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*does not have many workers.*", "ignore:.*LeafSpec.*", "ignore:.*smaller than the logging interval.*"
