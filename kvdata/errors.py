@@ -3,7 +3,8 @@
     KVCacheSDKError
     ├── InvalidRequest (also ValueError)     the call itself is wrong; nothing was sent
     │   └── GeometryMismatch                 tensor, dtype or layout do not fit the model's cache
-    ├── UnsupportedLayout                    a cache this release cannot read (MLA, hybrid, unknown packing)
+    ├── UnsupportedLayout                    a cache this release cannot read (MLA, hybrid, unknown format)
+    │   └── UnknownPacking                   the byte order of a fused cache has not been said
     ├── ModelNotRegistered                   the server does not know the model (never reported as a miss)
     ├── MissingKV                            a dataset needed KV that the server does not hold
     ├── ServerError                          the server, or the way to it
@@ -37,6 +38,10 @@ class GeometryMismatch(InvalidRequest):
 
 class UnsupportedLayout(KVCacheSDKError):
     """The model's cache has a layout that cannot be read as ``[2, L, T, D]`` here."""
+
+
+class UnknownPacking(UnsupportedLayout):
+    """Engines order the bytes of this cache in different ways, and which one it is has not been said."""
 
 
 class ModelNotRegistered(KVCacheSDKError):

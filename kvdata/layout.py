@@ -66,6 +66,10 @@ class KVLayout:
     packing: str = "split"
     block_size: int | None = None
 
+    def __str__(self) -> str:
+        shape = f"[2, {self.num_layers}, T, {self.num_kv_heads} x {self.head_dim}]"
+        return f"{shape} {dtype_name(self.dtype)}, packing {self.packing}"
+
     def __post_init__(self) -> None:
         for field in ("num_layers", "num_kv_heads", "head_dim"):
             value = getattr(self, field)

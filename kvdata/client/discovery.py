@@ -17,6 +17,7 @@ from kvdata.errors import (
     ProtocolError,
     ServerTimeout,
     ServerUnreachable,
+    UnknownPacking,
     UnsupportedLayout,
     UnsupportedServer,
 )
@@ -76,7 +77,13 @@ class Http:
     def request(self, method: str, path: str, **kwargs: Any) -> httpx.Response:
         """One request; `ServerUnreachable` or `ServerTimeout` name the URL. Status codes are the caller's."""
         try:
-            return self._client.request(method, path, **kwargs)
+            try:
+                return self._client.request(method, path, **kwargs)
+            except (httpx.RemoteProtocolError, httpx.ReadError):
+                if method != "GET":
+                    raise
+                # The server may have closed an idle connection just as it was used; asking again changes nothing.
+                return self._client.request(method, path, **kwargs)
         except httpx.TimeoutException as exc:
             raise ServerTimeout(f"{method} {self.url}{path}: no answer in time ({type(exc).__name__})") from exc
         except httpx.TransportError as exc:
@@ -107,7 +114,7 @@ class Http:
 
 def discover(http: Http) -> ServerInfo:
     """Read version, configuration and status; `UnsupportedServer` when this client cannot talk to it."""
-    release = _release(http.json("GET", "/lmc_version"), http.url)
+    release = read_release(http)
     config = http.json("GET", "/config", "/conf")
     status = http.json("GET", "/status")
     try:
@@ -121,7 +128,7 @@ def discover(http: Http) -> ServerInfo:
         release=release,
         chunk_size=chunk_size,
         grace_seconds=float(grace) if grace else 3600.0,
-        engines=_by_model(status, "cache_context_meta"),
+        engines=_engines(status),
         clients=registered_clients(status),
         layouts=_remembered_layouts(status),
     )
@@ -137,7 +144,38 @@ def registered_clients(status: Any) -> dict[int, str]:
 
 def engine_models(status: Any) -> set[str]:
     """Names of the models that serving engines have registered, from a ``/status`` answer."""
-    return set(_by_model(status, "cache_context_meta"))
+    return set(_engines(status))
+
+
+@dataclass(frozen=True)
+class Registration:
+    """One registered model: its name, whether an engine or a client keeps it, its workers, and its cache in words."""
+
+    model_name: str
+    by: str
+    world_size: int
+    cache: str
+
+
+def registrations(status: Any) -> list[Registration]:
+    """Everybody who is registered, from a ``/status`` answer; and models that the embedded server remembers."""
+    found = []
+    for name, entry in _engines(status).items():
+        layout = entry.get("kv_cache_layout") or {}
+        groups = layout.get("kernel_groups") or [{}]
+        kv_format = str(groups[0].get("engine_kv_format", "unknown format")).rpartition(".")[2]
+        cache = (
+            f"{kv_format}, {layout.get('num_layers', '?')} layers, {layout.get('cache_size_per_token', '?')} B/token"
+        )
+        found.append(Registration(name, "engine", registered_world_size(entry), cache))
+    remembered = _remembered_layouts(status)
+    meta = status.get("non_cuda_context_meta") if isinstance(status, dict) else None
+    for entry in (meta or {}).values():
+        name = str(entry.get("model_name"))
+        known = remembered.pop(name, None)
+        found.append(Registration(name, "client", registered_world_size(entry), str(known or "not published")))
+    found += [Registration(name, "nobody now", 1, str(layout)) for name, layout in remembered.items()]
+    return found
 
 
 def published_layout(entry: Mapping[str, Any], connection: Connection) -> KVLayout:
@@ -206,7 +244,7 @@ def _fused(connection: Connection, kv_format: str) -> tuple[tuple[int, int], str
     if packing == "auto":
         packing = recall_packing(connection) or packing
     if packing in ("auto", "split"):
-        raise UnsupportedLayout(
+        raise UnknownPacking(
             f"{connection.model_name}: the engine stores K and V fused ({kv_format}), and different engines order "
             'the bytes differently under that name; say packing="fused" for [K | V] per head, "vllm-cpu" or '
             '"vllm-cpu-amx" for vLLM on a CPU, or find out with `kvdata verify`'
@@ -229,14 +267,16 @@ def _bracket(shape: str, places: tuple[int, int], name: str) -> tuple[int, int]:
         raise UnsupportedLayout(f"{name}: heads cannot be read from the published shape {shape!r}") from exc
 
 
-def _release(answer: Any, url: str) -> Release:
+def read_release(http: Http) -> Release:
+    """Which release a server is; `UnsupportedServer` for one that is too old."""
+    answer = http.json("GET", "/lmc_version")
     try:
         release = parse_release(answer)
     except (TypeError, ValueError) as exc:
-        raise ProtocolError(f"{url}/lmc_version answered {answer!r}; is this an LMCache server?") from exc
+        raise ProtocolError(f"{http.url}/lmc_version answered {answer!r}; is this an LMCache server?") from exc
     if release < OLDEST:
         found, oldest = (".".join(map(str, r)) for r in (release, OLDEST))
-        raise UnsupportedServer(f"{url} runs LMCache {found}; kvdata needs {oldest} or newer")
+        raise UnsupportedServer(f"{http.url} runs LMCache {found}; kvdata needs {oldest} or newer")
     return release
 
 
@@ -252,11 +292,13 @@ def _check_mode(settings: Mapping[str, Any], url: str) -> None:
         )
 
 
-def _by_model(status: Any, field: str) -> dict[str, Mapping[str, Any]]:
-    meta = status.get(field) if isinstance(status, dict) else None
+def _engines(status: Any) -> dict[str, Mapping[str, Any]]:
+    """What serving engines registered, by model name; not what the embedded server lists there for LMCache's SDK."""
+    meta = status.get("cache_context_meta") if isinstance(status, dict) else None
     if not isinstance(meta, dict):
         return {}
-    return {str(e["model_name"]): e for e in meta.values() if isinstance(e, dict) and "model_name" in e}
+    entries = (e for e in meta.values() if isinstance(e, dict) and e.get("published_by") != "kvdata")
+    return {str(e["model_name"]): e for e in entries if "model_name" in e}
 
 
 def _remembered_layouts(status: Any) -> dict[str, KVLayout]:

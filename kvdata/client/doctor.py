@@ -12,9 +12,19 @@ import torch
 
 from kvdata.client.connection import Connection
 from kvdata.client.context import KVCacheContext
-from kvdata.client.discovery import Http, discover
+from kvdata.client.discovery import Http, ServerInfo, discover, read_release
+from kvdata.client.packings import recall_packing
 from kvdata.client.rpc import Deadline, Rpc
-from kvdata.errors import KVCacheSDKError, ServerTimeout
+from kvdata.errors import (
+    GeometryMismatch,
+    KVCacheSDKError,
+    ModelNotRegistered,
+    PoolNotMappable,
+    ServerTimeout,
+    UnknownPacking,
+    UnsupportedLayout,
+)
+from kvdata.layout import dtype_name
 
 _ROUND_TRIP_BYTES = 64 << 20
 
@@ -29,38 +39,64 @@ class Check:
 
 
 def diagnose(connection: Connection) -> Iterator[Check]:
-    """Check HTTP, release and mode, ZMQ, models, layout, transfer and a round trip; ends at the first failure.
+    """Check HTTP, release, mode, ZMQ, model, layout, packing, memory and a round trip; ends at the first failure.
 
     The round trip stores random KV under a salt of its own, reads it back and deletes it.
     """
     http = Http(connection.http_url, min(connection.timeout, 10))
     step = "HTTP"
     try:
-        version = http.json("GET", "/lmc_version")
-        yield Check(step, True, f"{connection.http_url} answers, release {version}")
+        # Not only reachable: another HTTP server at this port has no such page.
+        http.json("GET", "/lmc_version")
+        yield Check(step, True, f"{connection.http_url} answers")
+        step = "version"
+        release = read_release(http)
+        yield Check(step, True, f"LMCache {'.'.join(map(str, release))}, or a server that mimics it")
         step = "mode"
         info = discover(http)
         yield Check(step, True, f"engine-driven operations are served, chunks of {info.chunk_size} tokens")
         step = "ZMQ"
-        yield Check(step, True, _noop(connection, info.release))
-        step = "model"
+        yield Check(step, True, _noop(connection, release))
+        step = "connection"
         with connection.connect() as ctx:
-            served = connection.model_name in info.engines
-            names = ", ".join(info.model_names()) or "none"
-            by = "by an engine" if served else "by no engine: its layout was given or remembered"
-            yield Check(step, True, f"{connection.model_name} is registered {by} (registered: {names})")
-            layout = ctx.layout
-            shape = f"[2, {layout.num_layers}, T, {layout.num_kv_heads} x {layout.head_dim}]"
-            yield Check(
-                "layout", True, f"{shape} {layout.dtype}, packing {layout.packing}, {layout.token_bytes} B/token"
-            )
-            yield Check("transfer", True, ctx.transfer)
+            yield from _found(connection, info, ctx)
             step = "round trip"
             yield Check(step, True, _round_trip(ctx))
     except KVCacheSDKError as exc:
-        yield Check(step, False, f"{type(exc).__name__}: {exc}")
+        failed = _step_of(exc) if step == "connection" else step
+        if failed in ("layout", "packing", "memory"):
+            yield _model(connection, info)
+        yield Check(failed, False, f"{type(exc).__name__}: {exc}")
     finally:
         http.close()
+
+
+def _found(connection: Connection, info: ServerInfo, ctx: KVCacheContext) -> Iterator[Check]:
+    layout = ctx.layout
+    shape = f"[2, {layout.num_layers}, T, {layout.num_kv_heads} x {layout.head_dim}] {dtype_name(layout.dtype)}"
+    yield _model(connection, info)
+    yield Check("layout", True, f"{shape}, {layout.token_bytes} B/token")
+    verified = " (by kvdata verify)" if layout.packing == recall_packing(connection) else ""
+    yield Check("packing", True, f"{layout.packing}{verified}")
+    yield Check("memory", True, ctx.transfer)
+
+
+def _model(connection: Connection, info: ServerInfo) -> Check:
+    by = "by an engine" if connection.model_name in info.engines else "by no engine: its layout was given or remembered"
+    names = ", ".join(info.model_names()) or "none"
+    return Check("model", True, f"{connection.model_name} is registered {by} (registered: {names})")
+
+
+def _step_of(exc: KVCacheSDKError) -> str:
+    """Which part of connecting an error is about."""
+    steps: tuple[tuple[type[KVCacheSDKError], str], ...] = (
+        (ModelNotRegistered, "model"),
+        (UnknownPacking, "packing"),
+        (UnsupportedLayout, "layout"),
+        (GeometryMismatch, "layout"),
+        (PoolNotMappable, "memory"),
+    )
+    return next((step for kind, step in steps if isinstance(exc, kind)), "connection")
 
 
 def _noop(connection: Connection, release: tuple[int, int, int]) -> str:

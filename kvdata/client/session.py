@@ -50,6 +50,7 @@ log = logging.getLogger("kvdata")
 CLEANUP_SECONDS = 2.0
 _HANDSHAKE_SECONDS = 10.0
 _DELETES = (0, 5, 2)
+_FREES_PARTIAL_CHUNKS = (0, 5, 6)
 
 
 class Session:
@@ -143,6 +144,9 @@ class Session:
                 if hit is not None:
                     if not 0 <= hit <= request.chunks:
                         raise ProtocolError(f"lookup of {request.chunks} chunks answered {hit}")
+                    if hit < request.chunks and self.world_size > 1 and self.info.release < _FREES_PARTIAL_CHUNKS:
+                        # There the shares that are there of the first missing chunk are locked, too.
+                        self.clean_up("free_lookup_locks", request.key(hit, hit + 1), 1)
                     return hit
                 if not deadline.remaining():
                     raise ServerTimeout(f"lookup: still loading after {deadline.seconds:g} s")
@@ -317,7 +321,13 @@ def _resolve(info: ServerInfo, connection: Connection, known: KVLayout | None) -
             f"{name!r} was registered by a client that publishes no geometry; pass layout=KVLayout(...)"
         )
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    hint = f"; did you mean {close[0]!r}?" if close else "."
+    engines = sorted(info.engines)
+    if close:
+        hint = f"; did you mean {close[0]!r}?"
+    elif len(engines) == 1:  # an engine registers the model's folder or id, whatever name it serves it under
+        hint = f". The only engine's is {engines[0]!r}; vLLM's --served-model-name is not known here."
+    else:
+        hint = "."
     raise ModelNotRegistered(
         f"{name!r} is not registered at {connection.http_url} (registered: {', '.join(names) or 'none'}){hint} "
         "Use the name the engine was started with, or pass layout=KVLayout(...) when no engine runs"

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from kvdata.layout import KVLayout
 from kvdata.server.service import GRACE_SECONDS, REAP_SECONDS, Service
 
 VERSION = "0.5.6"  # the release whose protocol this server speaks
@@ -113,11 +114,31 @@ def _status(service: Service) -> dict[str, Any]:
                 "tracked_instances": len(registered),
             },
             "registered_gpu_ids": [],
-            "cache_context_meta": {},
+            "cache_context_meta": {
+                name: _like_an_engine(name, layout, service.chunk_size)
+                for name, layout in service.layouts.items()
+                if not layout.fused  # LMCache's own SDK cannot read what it publishes of a fused cache
+            },
             "registered_non_cuda_instance_ids": list(registered),
             "non_cuda_context_meta": contexts,
             "kvdata_layouts": {name: layout.to_dict() for name, layout in service.layouts.items()},
         }
+
+
+def _like_an_engine(name: str, layout: KVLayout, chunk_size: int) -> dict[str, Any]:
+    """A remembered layout as an engine's entry: LMCache's own SDK takes a model's geometry from nowhere else.
+
+    ``published_by`` tells kvdata's client that no engine stands behind it.
+    """
+    shape = [1, 2, layout.num_kv_heads, chunk_size, layout.head_dim]  # one block, of a chunk's size
+    group = {
+        "tokens_per_block": chunk_size,
+        "dtype": str(layout.dtype),
+        "engine_kv_format": "NL_X_NB_TWO_NH_BS_HS",
+        "engine_kv_concrete_shape": f"{layout.num_layers} x {shape}",
+    }
+    published = {"num_layers": layout.num_layers, "kernel_groups": [group]}
+    return {"model_name": name, "world_size": 1, "published_by": "kvdata", "kv_cache_layout": published}
 
 
 def _metrics(service: Service) -> str:

@@ -6,8 +6,10 @@ were decoded from the server's caches, that the half is faster at all, and how w
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +17,6 @@ import pytest
 from rich.console import Console
 
 from kvdata import Connection, KVCacheContext, KVCacheDataset, Prefixes
-from kvdata.client.verify import verify
 from kvdata.edits import functions
 from kvdata.edits.functions import Edit
 from kvdata.engines.huggingface import HuggingFaceEngine
@@ -48,27 +49,21 @@ class Stack:
 
 
 @pytest.fixture(scope="module")
-def stack() -> Iterator[Stack]:
-    """LMCache and vLLM of their own, with the training windows in the cache and the packing verified."""
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """LMCache and vLLM of their own, filled with the training windows by ``kvdata ingest``."""
     model = HuggingFaceEngine.from_pretrained(smollm2_folder(), dtype=fast_dtype())
     prompts, windows = prompts_and_windows(model.tokenizer, PROMPTS, PROMPT_TOKENS, CONTEXT, CONTINUATION)
     with lmcache(pool_mb=POOL_MB, name="headline-lmcache") as server, vllm(server, "headline-vllm") as engine:
-        fill(engine, windows)
-        connection = Connection(server.url, server.http_url, engine.model, timeout=30.0)
-        found = verify(connection, model, windows[0].tokens.tolist())
-        assert found.packing is not None, str(found)
-        config = Path(engine.model) / "config.json"
-        connection = Connection(*connection_arguments(server, engine), packing=found.packing, model_config=config)
-        yield Stack(server, engine, model, prompts, windows, connection)
-
-
-def connection_arguments(server: Server, engine: VLLM) -> tuple[str, str, str, float]:
-    return server.url, server.http_url, engine.model, 30.0
-
-
-def fill(engine: VLLM, windows: Prefixes) -> None:
-    with openai_completion(engine.url, SERVED_NAME) as complete, ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda record: list(complete(record.tokens, {"max_tokens": 1})), windows))
+        file = tmp_path_factory.mktemp("windows") / "windows.jsonl"
+        windows.to_jsonl(file)
+        # Tokens and engine in; layout and packing come out of the command, from a comparison with the model.
+        where = ["--url", server.url, "--http-url", server.http_url, "--engine", engine.url, "--model", engine.model]
+        command = [sys.executable, "-m", "kvdata", "ingest", str(file), *where, "--served-name", SERVED_NAME]
+        subprocess.run(command, check=True, timeout=600, env={**os.environ, "KVDATA_CACHE": str(file.parent)})
+        filled = Prefixes.from_jsonl(file)
+        assert filled.layout is not None
+        connection = Connection(server.url, server.http_url, engine.model, timeout=30.0, layout=filled.layout)
+        yield Stack(server, engine, model, prompts, filled, connection)
 
 
 @pytest.fixture(scope="module")

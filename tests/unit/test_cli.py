@@ -13,6 +13,8 @@ import pytest
 from kvdata import Prefixes, __version__
 from tests.unit.conftest import LAYOUT, fresh_tokens, random_kv
 
+STEPS = ("HTTP", "version", "mode", "ZMQ", "model", "layout", "packing", "memory")
+
 
 def kvdata(*arguments: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
@@ -67,7 +69,7 @@ def test_doctor_walks_to_the_first_fault(embedded, prefix_file):
     well = kvdata(*where, "--url", embedded.url)
     assert well.returncode == 0, well.stdout
     steps = [line.split()[:2] for line in well.stdout.splitlines()]
-    assert steps == [["ok", s] for s in ("HTTP", "mode", "ZMQ", "model", "layout", "transfer")] + [["ok", "round"]]
+    assert steps == [["ok", s] for s in STEPS] + [["ok", "round"]]
     assert "read back equal" in well.stdout
     wrong_port = kvdata(*where, "--url", "tcp://127.0.0.1:1", "--timeout", "1")
     assert wrong_port.returncode == 1

@@ -1,0 +1,179 @@
+"""What ``kvdata ingest`` does, through a serving engine or with a model of its own."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.progress import track
+
+from kvdata.cli.options import err, load_model, out
+from kvdata.client.connection import Connection
+from kvdata.client.discovery import Http, discover
+from kvdata.datasets.ingest import ingest, is_prefix_file, lookup_context, read_prompts
+from kvdata.datasets.prefixes import Prefixes, PrefixRecord, Tokenizer
+from kvdata.errors import InvalidRequest
+from kvdata.layout import KVLayout
+
+_SHOWN_ERRORS = 3
+
+
+@dataclass
+class Job:
+    """Prefixes, whose caches they are, and the file that lists them."""
+
+    records: Prefixes
+    model_name: str | None
+    file: Path
+
+    @classmethod
+    def of(
+        cls,
+        sources: list[Path],
+        output: Path | None,
+        tokenizer: Path | None,
+        model: str | None,
+        model_name: str | None,
+        window: int | None,
+        continuation: int,
+        cache_salt: str,
+    ) -> Job:
+        """Read the sources; wrong usage when it is not clear where the result goes."""
+
+        def make_tokenizer() -> Tokenizer:
+            return _tokenizer(tokenizer, model, model_name)
+
+        if output is None and not (len(sources) == 1 and is_prefix_file(sources[0])):
+            raise typer.BadParameter("texts need a file for the result", param_hint="--out")
+        records = read_prompts(sources, make_tokenizer, window, continuation)
+        if cache_salt:  # into the file, or the dataset would have to be told
+            salted = [
+                r if r.salt is not None else PrefixRecord(r.tokens, r.continuation, cache_salt, r.meta) for r in records
+            ]
+            records = Prefixes(salted, records.layout, records.model_name)
+        return cls(records, model_name or records.model_name, output or sources[0])
+
+    def save(self, layout: KVLayout | None) -> None:
+        """Write the prefix file, whole or not at all."""
+        part = self.file.with_name(self.file.name + ".part")
+        Prefixes(self.records, layout or self.records.layout, self.model_name).to_jsonl(part)
+        part.replace(self.file)
+
+
+def through_model(job: Job, model: str, url: str, http_url: str, timeout: float) -> bool:
+    """Prefill with a Hugging Face model and store; True when the server holds all of it."""
+    job.model_name = job.model_name or model
+    engine = load_model(model)
+    job.save(engine.layout)
+    stored = short = 0
+    with Connection(url, http_url, job.model_name, timeout, engine.layout).connect() as ctx:
+        for record in _bar(job.records, len(job.records)):
+            if len(record.tokens) < ctx.chunk_size:
+                short += 1
+            else:
+                stored += engine.store_prefix(ctx, record.tokens.tolist(), record.salt or "")
+        job.save(ctx.layout)
+    present = len(job.records) - stored - short
+    said = f"{stored} of {len(job.records)} prefixes stored, {present} were there already"
+    out.print(said + (f", {short} shorter than a chunk" if short else ""))
+    return not short
+
+
+def through_engine(
+    job: Job,
+    engine: str,
+    served_name: str | None,
+    model: str | None,
+    url: str,
+    http_url: str,
+    timeout: float,
+    concurrency: int,
+    settle: float,
+    packing: str,
+    model_config: Path | None,
+) -> bool:
+    """Have a serving engine compute and store; True when the server holds all of it."""
+    from kvdata.engines.openai import openai_completion
+
+    name = job.model_name = job.model_name or _only_engine(http_url, timeout)
+    config = model_config or _config_beside(name) or (_config_beside(model) if model else None)
+    connection = Connection(url, http_url, name, timeout, job.records.layout, packing, config)
+    job.save(None)
+    layout: KVLayout | None = None
+    with lookup_context(connection) as (ctx, known), openai_completion(engine, served_name or name) as complete:
+        result = ingest(ctx, job.records, complete, concurrency=concurrency, settle_seconds=settle, progress=_bar)
+        if known:
+            layout = ctx.layout
+    cached = sorted(result.stored + result.present)
+    if layout is None and model is not None and cached:
+        layout = _verified(connection, model, job.records[cached[0]])
+    job.save(layout)
+    out.print(f"{result}: {job.file}", highlight=False, soft_wrap=True)
+    for place, error in list(result.failed.items())[:_SHOWN_ERRORS]:
+        err.print(f"prefix {place}: {type(error).__name__}: {error}", highlight=False, soft_wrap=True)
+    if layout is None and job.records.layout is None:
+        err.print(
+            "The byte order of this cache is not known, so the file has no layout yet. This finds it out and adds it: "
+            f"kvdata verify {job.file} --model FOLDER",
+            highlight=False,
+            soft_wrap=True,
+        )
+    return result.complete
+
+
+def _verified(connection: Connection, model: str, record: PrefixRecord) -> KVLayout | None:
+    from kvdata.client.verify import verify
+
+    found = verify(connection, load_model(model), record.tokens.tolist(), record.salt or "")
+    err.print(str(found), highlight=False, soft_wrap=True)
+    if found.packing is None:
+        return None
+    with connection.connect() as ctx:
+        return ctx.layout
+
+
+def _only_engine(http_url: str, timeout: float) -> str:
+    http = Http(http_url, timeout)
+    try:
+        engines = list(discover(http).engines)
+    finally:
+        http.close()
+    if len(engines) != 1:
+        raise InvalidRequest(
+            f"{len(engines)} engines have registered a model at {http_url} ({', '.join(engines) or 'none'}); say whose "
+            "caches are meant with --model-name"
+        )
+    return engines[0]
+
+
+def _config_beside(folder: str) -> Path | None:
+    config = Path(folder) / "config.json"
+    return config if config.is_file() else None
+
+
+def _tokenizer(folder: Path | None, model: str | None, model_name: str | None) -> Tokenizer:
+    if model == "smollm2" and folder is None:
+        from kvdata.engines.smollm2 import smollm2_folder
+
+        folder = smollm2_folder()
+    places = [folder, *(Path(name) for name in (model, model_name) if name)]
+    for place in places:
+        if place is not None and place.is_dir():
+            try:
+                from transformers import AutoTokenizer
+            except ImportError as missing:
+                raise InvalidRequest("texts need a tokenizer: pip install 'kvdata[hf]'") from missing
+            try:
+                loaded: Tokenizer = AutoTokenizer.from_pretrained(place)
+            except (OSError, ValueError) as exc:
+                raise InvalidRequest(f"{place} holds no tokenizer: {exc}") from exc
+            return loaded
+    raise InvalidRequest("texts need the model's tokenizer: give its folder as --tokenizer")
+
+
+def _bar(items: Iterable[Any], total: int) -> Iterable[Any]:
+    return track(items, description="prefill", console=err, total=total, disable=not sys.stderr.isatty())
