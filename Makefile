@@ -4,11 +4,13 @@
 # make live   against a real LMCache server and a real vLLM   make conformance  the suite on a real LMCache server too
 #
 # SERVER       SERVER=lmcache: the demo runs on a real LMCache server instead of kvdata's own
+# RELEASES     RELEASES="0.5.6 0.5.2 0.4.7": LMCache releases for make conformance; the pinned one by default
 # PYTHON       interpreter for the environment (3.10 or newer)
 # TORCH_INDEX  index with PyTorch's CPU builds, to save the download of a CUDA build where one is not wanted
 PYTHON ?= python3
 TORCH_INDEX ?=
 SERVER ?=
+RELEASES ?=
 VENV ?= .venv
 export TORCH_INDEX
 
@@ -41,7 +43,8 @@ live: $(READY)
 	$(BIN)/python -m pytest tests/live
 
 conformance: $(READY)
-	$(BIN)/python -m pytest tests/conformance --lmcache "$$($(BIN)/python -m tests.live.environments lmcache)"
+	commands="$$($(BIN)/python -m tests.live.environments $(or $(RELEASES:%=lmcache-%),lmcache))" && \
+	$(BIN)/python -m pytest tests/conformance --lmcache "$$commands" --compatibility docs/compatibility.md
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -17,9 +17,16 @@ settings.load_profile("kvdata")
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--lmcache",
-        default=os.environ.get("KVDATA_LMCACHE"),
-        help="path of a real lmcache command: the conformance suite runs against its server too",
+        action="append",
+        help="path of a real lmcache command (or several, one a line): the conformance suite runs on its server too",
     )
+    parser.addoption("--compatibility", type=Path, help="file whose table of outcomes the conformance suite updates")
+
+
+def lmcache_commands(config: pytest.Config) -> list[str]:
+    """The commands of ``--lmcache``, or of the variable KVDATA_LMCACHE."""
+    given: list[str] = config.getoption("--lmcache") or [os.environ.get("KVDATA_LMCACHE", "")]
+    return "\n".join(given).split("\n") if any(given) else []
 
 
 @pytest.fixture(autouse=True)

@@ -4,45 +4,86 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from kvdata import Connection, KVCacheContext, KVLayout
-from tests.servers import Server
+from kvdata.errors import UnsupportedServer
+from tests.conformance.compatibility import ANY, Row, Table, render, update
+from tests.conftest import lmcache_commands
+from tests.servers import Server, release_of
 
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=8)
 MODEL = "tests/model"
+TABLE = Table()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "embedded: about what only the embedded server does")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     kinds = ["embedded"]
-    if metafunc.config.getoption("--lmcache"):
-        kinds.append("lmcache")
+    if metafunc.definition.get_closest_marker("embedded") is None:
+        kinds += lmcache_commands(metafunc.config)
     if "server" in metafunc.fixturenames:
         params = [(kind, transfer) for kind in kinds for transfer in ("shm", "pickle")]
-        metafunc.parametrize("server", params, indirect=True, ids=["-".join(p) for p in params], scope="session")
+        ids = [f"{_name(kind)}-{transfer}" for kind, transfer in params]
+        metafunc.parametrize("server", params, indirect=True, ids=ids, scope="session")
     elif "own_server" in metafunc.fixturenames:
-        metafunc.parametrize("own_server", kinds, indirect=True)
+        metafunc.parametrize("own_server", kinds, indirect=True, ids=[_name(kind) for kind in kinds])
 
 
-def _server(request: pytest.FixtureRequest, kind: str, transfer: str, **options: int) -> Server:
-    command = kind if kind == "embedded" else request.config.getoption("--lmcache")
-    return Server(command, transfer, **options)
+def _name(kind: str) -> str:
+    return kind if kind == "embedded" else f"lmcache-{_version(kind)}"
+
+
+def _version(kind: str) -> str:
+    return ".".join(map(str, release_of(kind)))
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Write down which row of the table a test belongs to, for the reports of it."""
+    params: dict[str, Any] = item.callspec.params if hasattr(item, "callspec") else {}
+    kind, transfer = params.get("server") or (params.get("own_server"), "shm")
+    if kind is not None:
+        server = kind if kind == "embedded" else "LMCache"
+        row: Row = (server, _version(kind), transfer, params.get("packing", ANY))
+        item.user_properties.append(("row", row))
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    row = dict(report.user_properties).get("row")
+    if isinstance(row, tuple) and (report.when == "call" or report.outcome != "passed"):
+        TABLE.add(row, report.nodeid, report.outcome)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    counts, file = TABLE.counts(), config.getoption("--compatibility")
+    if counts:
+        terminalreporter.section("conformance")
+        terminalreporter.write_line(render(counts))
+    if counts and file is not None:
+        if terminalreporter.stats.get("deselected"):
+            terminalreporter.write_line(f"{file} is left as it is: not all tests ran")
+        else:
+            update(file, counts)
 
 
 @pytest.fixture(scope="session")
 def server(request: pytest.FixtureRequest) -> Iterator[Server]:
     """One server for all tests of a kind and transfer."""
-    running = _server(request, *request.param).start()
+    running = Server(*request.param).start()
     yield running
     running.stop()
 
 
 @pytest.fixture
-def own_server(request: pytest.FixtureRequest) -> Iterator[Server]:
-    """A server of this test's own with a pool of 20 MiB: to be filled, stopped, killed."""
-    running = _server(request, request.param, "shm", pool_mb=20).start()
+def own_server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Server]:
+    """A server of this test's own with a pool of 20 MiB: to be filled, stopped, killed. Its log stays for a while."""
+    running = Server(request.param, "shm", pool_mb=20, log=tmp_path / "server.log").start()
     yield running
     running.stop()
     assert not Path(f"/dev/shm/lmcache_l1_pool_{running.shm_name}").exists()
@@ -78,6 +119,15 @@ def connect(server: Server) -> Iterator[Callable[..., KVCacheContext]]:
     yield _connect
     for ctx in opened:
         ctx.close()
+
+
+def delete_is_refused(server: Server, ctx: KVCacheContext, tokens: list[int]) -> bool:
+    """Whether the server's release cannot delete; if so, the client says it, and names the release."""
+    if server.release >= (0, 5, 2):
+        return False
+    with pytest.raises(UnsupportedServer, match=rf"LMCache {_version(server.kind)} cannot delete"):
+        ctx.delete(tokens)
+    return True
 
 
 _next_token = iter(range(1, 2**31, 4096))

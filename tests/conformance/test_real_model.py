@@ -76,9 +76,8 @@ def test_the_model_goes_on_from_a_retrieved_cache_as_from_its_own(server, engine
     assert (continued.log_softmax(-1) - whole.log_softmax(-1)).abs().mean() < 0.05
 
 
+@pytest.mark.embedded  # the real server publishes no geometry of a client's registration
 def test_later_clients_of_the_embedded_server_need_the_name_alone(server, engine, ingested):
-    if server.kind != "embedded":
-        pytest.skip("the real server publishes no geometry of a client's registration")
     with Connection(server.url, server.http_url, "smollm2", 20).connect() as ctx:
         assert ctx.layout == engine.layout
         assert ctx.lookup(Prefixes.from_jsonl(ingested)[0].tokens) == 128

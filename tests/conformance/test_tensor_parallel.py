@@ -13,15 +13,20 @@ from kvdata.client.rpc import Deadline
 from kvdata.client.session import Session
 from kvdata.client.transfer import write
 from kvdata.errors import GeometryMismatch
-from tests.conformance.conftest import LAYOUT, fresh_tokens, random_kv
+from tests.conformance.conftest import LAYOUT, delete_is_refused, fresh_tokens, random_kv
 
 MODEL = "tests/parallel"
 
 
 @pytest.fixture(params=["split", "fused"])
-def ctx(server, request) -> Iterator[KVCacheContext]:
-    layout = replace(LAYOUT, packing=request.param)
-    model = f"{MODEL}-{request.param}"
+def packing(request) -> str:
+    return request.param
+
+
+@pytest.fixture
+def ctx(server, packing) -> Iterator[KVCacheContext]:
+    layout = replace(LAYOUT, packing=packing)
+    model = f"{MODEL}-{packing}"
     with Connection(server.url, server.http_url, model, 20, layout, world_size=2).connect() as ctx:
         yield ctx
 
@@ -37,8 +42,9 @@ def test_round_trip_joins_the_heads(ctx, server):
     with ctx.lease(tokens) as chunks:
         assert torch.equal(torch.cat([c.flatten(3) for c in chunks], dim=2), kv[:, :, :192])
     assert ctx.store(kv, tokens) is False
-    assert ctx.delete(tokens) == 6
-    assert ctx.retrieve(tokens) is None
+    if not delete_is_refused(server, ctx, tokens):
+        assert ctx.delete(tokens) == 6
+        assert ctx.retrieve(tokens) is None
 
 
 def test_what_the_workers_of_an_engine_wrote_is_read_as_one(ctx, server):
@@ -58,13 +64,16 @@ def test_what_the_workers_of_an_engine_wrote_is_read_as_one(ctx, server):
 def test_a_hit_ends_where_one_worker_has_nothing(ctx, server):
     tokens, kv = fresh_tokens(192), random_kv(192)
     ctx.store(kv, tokens)
+    if delete_is_refused(server, ctx, tokens):  # then no gap can be made
+        return
     session = Session(ctx.connection)
     session.delete(session.request(tokens, ""), [1], worker=1)
     session.close()
     assert ctx.lookup(tokens) == 64
     assert torch.equal(ctx.retrieve(tokens), kv[:, :, :64])
     assert ctx.store(kv, tokens) is True  # only the missing share is written
-    told = (1, 2) if server.transfer == "shm" else (2, 1)  # a pickle commit does not tell what was there behind the gap
+    # A pickle commit does not tell what was there behind the gap; before 0.5.6 the client always takes one.
+    told = (1, 2) if server.transfer == "shm" and server.release >= (0, 5, 6) else (2, 1)
     assert (ctx.last_store.stored, ctx.last_store.deduplicated) == told
     assert torch.equal(ctx.retrieve(tokens), kv)
 
