@@ -19,7 +19,7 @@ READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 EXTRAS := server,train,hf,eval,dev
 
-.PHONY: setup demo test live conformance check format bench clean
+.PHONY: setup demo test lmcache live conformance check format bench clean
 
 setup: $(READY)
 
@@ -37,6 +37,10 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest
+
+# Builds the environment of a real LMCache server and prints the path of its command.
+lmcache: $(READY)
+	@$(BIN)/python -m tests.live.environments lmcache
 
 live: $(READY)
 	$(BIN)/python -m tests.live.environments

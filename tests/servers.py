@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ class Server:
         transfer: ``shm`` or ``pickle``.
         flags: more of the command's own options.
         log: where its output goes; by default a temporary file that `stop` removes.
+        environment: variables of the process, besides this one's.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Server:
         pool_mb: int = 64,
         flags: Sequence[str] = (),
         log: Path | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self.kind, self.transfer, self.chunk_size, self.pool_mb = kind, transfer, chunk_size, pool_mb
         self.release = release_of(kind)
@@ -63,6 +65,7 @@ class Server:
         self.shm_name = f"kvdata-test-{os.getpid()}-{port}"
         self.pool = Path(f"/dev/shm/lmcache_l1_pool_{self.shm_name}")
         self.flags = tuple(flags)
+        self.environment = dict(environment or {})
         self.log = log or Path(tempfile.gettempdir()) / f"{self.shm_name}.log"
         self._keep_log = log is not None
         self._ports = (str(port), str(http_port))
@@ -70,7 +73,9 @@ class Server:
 
     def start(self) -> Server:
         with open(self.log, "ab") as log:
-            self._process = subprocess.Popen(self._command(), stdout=log, stderr=log, env=self._environment())
+            self._process = subprocess.Popen(
+                self._command(), stdout=log, stderr=log, env={**os.environ, **self.environment}
+            )
         deadline = time.monotonic() + READY_SECONDS
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
@@ -129,14 +134,6 @@ class Server:
     def memory(self) -> dict[str, Any]:
         found: dict[str, Any] = self.status()["storage_manager"]["l1_manager"]
         return found
-
-    def _environment(self) -> dict[str, str]:
-        """LMCache on one OpenMP thread: it copies an engine's blocks in many small parallel operations.
-
-        Beside an engine on the same 2 cores, its threads waited for each other: 3,000 tokens of SmolLM2-135M took 2 to
-        4 s to retrieve, and 0.16 s with one thread.
-        """
-        return {**os.environ, "OMP_NUM_THREADS": "1"}
 
     def _command(self) -> list[str]:
         port, http_port = self._ports

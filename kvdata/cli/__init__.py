@@ -8,6 +8,7 @@ from typing import Annotated
 
 try:
     import typer
+    from rich.markup import escape
 
     from kvdata.cli import caches, servers
     from kvdata.cli.options import err, out
@@ -43,9 +44,9 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 
 
 def main() -> None:
-    """Entry point: kvdata's own errors become one line on stderr and exit code 1."""
+    """Entry point: kvdata's own errors, and a missing extra, become one line on stderr and exit code 1."""
     try:
         app()
-    except KVCacheSDKError as exc:
-        err.print(f"[red]{type(exc).__name__}[/red]: {exc}", highlight=False, soft_wrap=True)
+    except (KVCacheSDKError, ImportError) as exc:
+        err.print(f"[red]{type(exc).__name__}[/red]: {escape(str(exc))}", highlight=False, soft_wrap=True)
         sys.exit(1)

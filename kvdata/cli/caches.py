@@ -77,11 +77,21 @@ def ingest(
     What the server holds already is not computed again: after an interruption run the same command. The file then
     carries layout and packing. Exit code 3 unless the server holds all of it.
     """
-    from kvdata.cli.ingest import Job, through_engine, through_model
+    from kvdata.cli.ingest import Job, only_engine_at, through_engine, through_model
 
     if engine is None and model is None:
         raise typer.BadParameter("give --engine, or --model to compute the caches here")
-    job = Job.of(sources, output, tokenizer, model, model_name, window, continuation, cache_salt)
+    job = Job.of(
+        sources,
+        output,
+        tokenizer,
+        model,
+        model_name,
+        window,
+        continuation,
+        cache_salt,
+        lambda: only_engine_at(http_url, timeout),
+    )
     where = (url, http_url, timeout)
     if engine is None:
         assert model is not None

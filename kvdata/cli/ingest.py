@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import typer
 from rich.progress import track
 
-from kvdata.cli.options import err, load_model, out
+from kvdata.cli.options import err, load_model, model_folder, out
 from kvdata.client.connection import Connection
 from kvdata.client.discovery import Http, discover
 from kvdata.datasets.ingest import ingest, is_prefix_file, lookup_context, read_prompts
@@ -41,11 +41,17 @@ class Job:
         window: int | None,
         continuation: int,
         cache_salt: str,
+        only_engine: Callable[[], str],
     ) -> Job:
         """Read the sources; wrong usage when it is not clear where the result goes."""
 
         def make_tokenizer() -> Tokenizer:
-            return _tokenizer(tokenizer, model, model_name)
+            return _tokenizer(_folders())
+
+        def _folders() -> Iterator[str | Path | None]:
+            yield tokenizer
+            yield model_folder(model) if model else None
+            yield model_name or only_engine()
 
         if output is None and not (len(sources) == 1 and is_prefix_file(sources[0])):
             raise typer.BadParameter("texts need a file for the result", param_hint="--out")
@@ -58,10 +64,8 @@ class Job:
         return cls(records, model_name or records.model_name, output or sources[0])
 
     def save(self, layout: KVLayout | None) -> None:
-        """Write the prefix file, whole or not at all."""
-        part = self.file.with_name(self.file.name + ".part")
-        Prefixes(self.records, layout or self.records.layout, self.model_name).to_jsonl(part)
-        part.replace(self.file)
+        """Write the prefix file."""
+        Prefixes(self.records, layout or self.records.layout, self.model_name).to_jsonl(self.file)
 
 
 def through_model(job: Job, model: str, url: str, http_url: str, timeout: float) -> bool:
@@ -74,7 +78,7 @@ def through_model(job: Job, model: str, url: str, http_url: str, timeout: float)
         for record in _bar(job.records, len(job.records)):
             if len(record.tokens) < ctx.chunk_size:
                 short += 1
-            else:
+            elif ctx.lookup(record.tokens, record.salt or "") < len(record.tokens) // ctx.chunk_size * ctx.chunk_size:
                 stored += engine.store_prefix(ctx, record.tokens.tolist(), record.salt or "")
         job.save(ctx.layout)
     present = len(job.records) - stored - short
@@ -99,8 +103,8 @@ def through_engine(
     """Have a serving engine compute and store; True when the server holds all of it."""
     from kvdata.engines.openai import openai_completion
 
-    name = job.model_name = job.model_name or _only_engine(http_url, timeout)
-    config = model_config or _config_beside(name) or (_config_beside(model) if model else None)
+    name = job.model_name = job.model_name or only_engine_at(http_url, timeout)
+    config = model_config or _config_beside(name) or (_config_beside(model_folder(model)) if model else None)
     connection = Connection(url, http_url, name, timeout, job.records.layout, packing, config)
     job.save(None)
     layout: KVLayout | None = None
@@ -112,9 +116,9 @@ def through_engine(
     if layout is None and model is not None and cached:
         layout = _verified(connection, model, job.records[cached[0]])
     job.save(layout)
-    out.print(f"{result}: {job.file}", highlight=False, soft_wrap=True)
+    out.print(f"{result}: {job.file}", highlight=False, soft_wrap=True, markup=False)
     for place, error in list(result.failed.items())[:_SHOWN_ERRORS]:
-        err.print(f"prefix {place}: {type(error).__name__}: {error}", highlight=False, soft_wrap=True)
+        err.print(f"prefix {place}: {type(error).__name__}: {error}", highlight=False, soft_wrap=True, markup=False)
     if layout is None and job.records.layout is None:
         err.print(
             "The byte order of this cache is not known, so the file has no layout yet. This finds it out and adds it: "
@@ -136,7 +140,8 @@ def _verified(connection: Connection, model: str, record: PrefixRecord) -> KVLay
         return ctx.layout
 
 
-def _only_engine(http_url: str, timeout: float) -> str:
+def only_engine_at(http_url: str, timeout: float) -> str:
+    """Name of the one model that an engine has registered; `InvalidRequest` unless there is exactly one."""
     http = Http(http_url, timeout)
     try:
         engines = list(discover(http).engines)
@@ -150,29 +155,25 @@ def _only_engine(http_url: str, timeout: float) -> str:
     return engines[0]
 
 
-def _config_beside(folder: str) -> Path | None:
+def _config_beside(folder: str | Path) -> Path | None:
     config = Path(folder) / "config.json"
     return config if config.is_file() else None
 
 
-def _tokenizer(folder: Path | None, model: str | None, model_name: str | None) -> Tokenizer:
-    if model == "smollm2" and folder is None:
-        from kvdata.engines.smollm2 import smollm2_folder
-
-        folder = smollm2_folder()
-    places = [folder, *(Path(name) for name in (model, model_name) if name)]
-    for place in places:
-        if place is not None and place.is_dir():
-            try:
-                from transformers import AutoTokenizer
-            except ImportError as missing:
-                raise InvalidRequest("texts need a tokenizer: pip install 'kvdata[hf]'") from missing
-            try:
-                loaded: Tokenizer = AutoTokenizer.from_pretrained(place)
-            except (OSError, ValueError) as exc:
-                raise InvalidRequest(f"{place} holds no tokenizer: {exc}") from exc
-            return loaded
-    raise InvalidRequest("texts need the model's tokenizer: give its folder as --tokenizer")
+def _tokenizer(folders: Iterable[str | Path | None]) -> Tokenizer:
+    """The tokenizer of the first that is a folder."""
+    place = next((Path(folder) for folder in folders if folder and Path(folder).is_dir()), None)
+    if place is None:
+        raise InvalidRequest("texts need the model's tokenizer: give its folder as --tokenizer")
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as missing:
+        raise InvalidRequest("texts need a tokenizer: pip install 'kvdata[hf]'") from missing
+    try:
+        loaded: Tokenizer = AutoTokenizer.from_pretrained(place)
+    except (OSError, ValueError) as exc:
+        raise InvalidRequest(f"{place} holds no tokenizer: {exc}") from exc
+    return loaded
 
 
 def _bar(items: Iterable[Any], total: int) -> Iterable[Any]:

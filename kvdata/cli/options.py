@@ -34,9 +34,15 @@ PrefixFile = Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="P
 def load_model(model: str) -> HuggingFaceEngine:
     """The Hugging Face model of a folder, or ``smollm2``."""
     from kvdata.engines.huggingface import HuggingFaceEngine
+
+    return HuggingFaceEngine.from_pretrained(model_folder(model))
+
+
+def model_folder(model: str) -> Path:
+    """The folder that ``--model`` means."""
     from kvdata.engines.smollm2 import smollm2_folder
 
-    return HuggingFaceEngine.from_pretrained(smollm2_folder() if model == "smollm2" else Path(model))
+    return smollm2_folder() if model == "smollm2" else Path(model)
 
 
 def model_name_of(given: str | None, in_file: str | None) -> str:

@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvdata.cli.options import HTTP_URL, URL, HttpUrl, ModelConfig, Packing, Timeout, Url, out
+from kvdata.errors import ProtocolError
 
 
 def serve(
@@ -50,8 +51,11 @@ def status(http_url: HttpUrl = HTTP_URL, timeout: Timeout = 10.0) -> None:
         counts = read_counters(http)
     finally:
         http.close()
-    memory: dict[str, Any] = answer["storage_manager"]["l1_manager"]
-    used, total = memory["memory_used_bytes"], memory["memory_total_bytes"]
+    try:
+        memory: dict[str, Any] = answer["storage_manager"]["l1_manager"]
+        used, total = memory["memory_used_bytes"], memory["memory_total_bytes"]
+    except (KeyError, TypeError) as exc:
+        raise ProtocolError(f"{http_url}/status does not say how much memory is used ({exc})") from exc
     table = Table(title=f"LMCache server at {http_url}", show_header=False)
     table.add_row("release", ".".join(map(str, info.release)))
     table.add_row("chunk size", f"{info.chunk_size} tokens")

@@ -63,8 +63,8 @@ def read_prompts(
 ) -> Prefixes:
     """Prefix records from files.
 
-    A ``.jsonl`` file holds a prefix file's records, or one ``{"prompt": text}`` or ``{"text": text}`` per line, whose
-    other fields become ``meta``. Any other file is one text.
+    A file is a prefix file; or, named ``.jsonl``, one ``{"prompt": text}`` or ``{"text": text}`` per line, whose other
+    fields become ``meta``; or else one text.
 
     Args:
         paths: the files; one prefix file keeps its layout and model name.
@@ -79,13 +79,13 @@ def read_prompts(
     described = Prefixes([])
     texts: list[tuple[str, dict[str, Any]]] = []
     for path in paths:
-        if path.suffix != ".jsonl":
-            texts.append((path.read_text(encoding="utf-8"), {"file": path.name}))
-        elif is_prefix_file(path):
+        if is_prefix_file(path):
             described = Prefixes.from_jsonl(path)
             found += described
-        else:
+        elif path.suffix == ".jsonl":
             texts += _texts(path)
+        else:
+            texts.append((path.read_text(encoding="utf-8"), {"file": path.name}))
     if texts:
         found += _cut(texts, tokenizer(), window, continuation)
     if not found:
@@ -136,7 +136,7 @@ def ingest(
             for _ in complete(record.tokens.tolist(), dict(_ONE_TOKEN), _salt(record, cache_salt)):
                 pass
         except KVCacheSDKError as exc:
-            if isinstance(exc, ServerUnreachable):
+            if type(exc) is ServerUnreachable:  # and not a connection that broke, which says nothing of the next
                 unreachable.set()
             return place, exc
         return place, None
@@ -177,8 +177,6 @@ def lookup_context(connection: Connection) -> Iterator[tuple[KVCacheContext, boo
 
 def is_prefix_file(path: Path) -> bool:
     """Whether a file's first line is that of a prefix file."""
-    if path.suffix != ".jsonl":
-        return False
     with open(path, encoding="utf-8") as lines:
         first = next((line for line in lines if line.strip()), "")
     try:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch.utils.data import Dataset
 
@@ -173,10 +174,17 @@ class KVCacheDataset(Dataset[Sample]):
             "tokens": torch.from_numpy(record.tokens[:hit]),
             "index": index,
             "hit_tokens": hit,
-            "continuation": torch.from_numpy(record.continuation),
+            "continuation": torch.from_numpy(_following(record, hit)),
             "meta": record.meta,
         }
         return sample if self.transform is None else self.transform(sample)
+
+
+def _following(record: PrefixRecord, hit: int) -> np.ndarray:
+    """The true continuation of the ``hit`` cached tokens: it begins with the prefix's own tokens after them."""
+    if not len(record.continuation):
+        return record.continuation
+    return np.concatenate((record.tokens[hit:], record.continuation))
 
 
 def _selected(layers: Sequence[int] | slice, count: int) -> Sequence[int]:

@@ -142,8 +142,10 @@ class Prefixes(Sequence[PrefixRecord]):
         return cls(records, layout, model_name)
 
     def to_jsonl(self, path: str | Path) -> None:
-        """Write a prefix file that `from_jsonl` reads back equal."""
-        with open(path, "w", encoding="utf-8") as file:
+        """Write a prefix file that `from_jsonl` reads back equal: whole, or not at all."""
+        path = Path(path)
+        part = path.with_name(path.name + ".part")
+        with open(part, "w", encoding="utf-8") as file:
             layout = self.layout.to_dict() if self.layout else None
             header = {"kvdata": _FILE_VERSION, "model_name": self.model_name, "layout": layout}
             file.write(json.dumps(header) + "\n")
@@ -156,6 +158,7 @@ class Prefixes(Sequence[PrefixRecord]):
                 if record.meta:
                     entry["meta"] = record.meta
                 file.write(json.dumps(entry) + "\n")
+        part.replace(path)
 
 
 def _header(entry: Mapping[str, Any]) -> tuple[KVLayout | None, str | None]:

@@ -1,7 +1,7 @@
 """The headline figure: what half the cache gains in decode throughput, with dropped middle chunks and learned dropping.
 
-Writes ``runs/live/report.json``. A gain is a matter of the machine and is reported; what is tested is that both arms
-were decoded from the server's caches, that the half is faster at all, and how well it still predicts.
+Writes ``runs/live/report.json``. How fast a machine is decides no test: what is tested is that all arms were decoded
+from the server's caches, and how well they predict.
 """
 
 from __future__ import annotations
@@ -25,103 +25,102 @@ from kvdata.engines.smollm2 import smollm2_folder
 from kvdata.evaluation import decode_arms, decoding_report, print_decoding, save_json, score_continuations
 from kvdata.evaluation.decoding import Arm
 from tests.live.stack import LOGS, SERVED_NAME, VLLM, lmcache, vllm
-from tests.servers import Server
 from training.demo import fast_dtype, train
 from training.text import prompts_and_windows
 
 PROMPTS, PROMPT_TOKENS, DECODED, KEEP = 8, 3000, 64, 0.5
-CONTEXT, CONTINUATION, EPOCHS = 1024, 64, 6
-ROUNDS = 3
+CONTEXT, CONTINUATION, EPOCHS = 2048, 64, 8
 POOL_MB = 4096  # training windows 1.9 GB, prompts 0.6 GB, two halves of them 0.6 GB, and room below the watermark
 GOAL = 1.5
+ROUNDS = 3
 
 
 @dataclass
 class Stack:
-    """A server, an engine on it, and what they are asked."""
+    """An engine on a server of its own, a context of that server, and the training windows in it."""
 
-    server: Server
     engine: VLLM
-    model: HuggingFaceEngine
-    prompts: list[list[int]]
+    context: KVCacheContext
     windows: Prefixes
-    connection: Connection
 
 
 @pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+def model() -> HuggingFaceEngine:
+    """The same weights as the engine's."""
+    return HuggingFaceEngine.from_pretrained(smollm2_folder(), dtype=fast_dtype())
+
+
+@pytest.fixture(scope="module")
+def texts(model: HuggingFaceEngine) -> tuple[list[list[int]], Prefixes]:
+    """Prompts, and training windows of other documents."""
+    return prompts_and_windows(model.tokenizer, PROMPTS, PROMPT_TOKENS, CONTEXT, CONTINUATION)
+
+
+@pytest.fixture(scope="module")
+def stack(texts: tuple[list[list[int]], Prefixes], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """LMCache and vLLM of their own, filled with the training windows by ``kvdata ingest``."""
-    model = HuggingFaceEngine.from_pretrained(smollm2_folder(), dtype=fast_dtype())
-    prompts, windows = prompts_and_windows(model.tokenizer, PROMPTS, PROMPT_TOKENS, CONTEXT, CONTINUATION)
+    folder = tmp_path_factory.mktemp("headline")
     with lmcache(pool_mb=POOL_MB, name="headline-lmcache") as server, vllm(server, "headline-vllm") as engine:
-        file = tmp_path_factory.mktemp("windows") / "windows.jsonl"
-        windows.to_jsonl(file)
-        # Tokens and engine in; layout and packing come out of the command, from a comparison with the model.
+        file = folder / "windows.jsonl"
+        texts[1].to_jsonl(file)
         where = ["--url", server.url, "--http-url", server.http_url, "--engine", engine.url, "--model", engine.model]
         command = [sys.executable, "-m", "kvdata", "ingest", str(file), *where, "--served-name", SERVED_NAME]
-        subprocess.run(command, check=True, timeout=600, env={**os.environ, "KVDATA_CACHE": str(file.parent)})
+        subprocess.run(command, check=True, timeout=600, env={**os.environ, "KVDATA_CACHE": str(folder)})
         filled = Prefixes.from_jsonl(file)
         assert filled.layout is not None
-        connection = Connection(server.url, server.http_url, engine.model, timeout=30.0, layout=filled.layout)
-        yield Stack(server, engine, model, prompts, filled, connection)
+        assert filled.model_name == engine.model
+        connection = Connection(server.url, server.http_url, engine.model, timeout=60.0, layout=filled.layout)
+        with connection.connect() as ctx:
+            yield Stack(engine, ctx, filled)
 
 
 @pytest.fixture(scope="module")
-def scorer(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def scorer(stack: Stack, model: HuggingFaceEngine, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A token scorer, trained on what vLLM left in the server."""
     out = tmp_path_factory.mktemp("training")
-    dataset = KVCacheDataset(stack.windows, connection=stack.connection)
+    dataset = KVCacheDataset(stack.windows, connection=stack.context.connection)
     assert len(dataset.coverage().hit) == len(stack.windows)
-    train(stack.model, dataset, out, EPOCHS)
+    train(model, dataset, out, EPOCHS)
     dataset.close()
     return out / "token-scorer.pt"
 
 
 @pytest.fixture(scope="module")
-def context(stack: Stack) -> Iterator[KVCacheContext]:
-    with stack.connection.connect() as ctx:
-        yield ctx
-
-
-@pytest.fixture(scope="module")
-def arms(stack: Stack, context: KVCacheContext, scorer: Path) -> list[Arm]:
-    config = stack.model.config
+def arms(stack: Stack, model: HuggingFaceEngine, texts: tuple[list[list[int]], Prefixes], scorer: Path) -> list[Arm]:
     edits: dict[str, Edit | None] = {
         "full": None,
-        "middle_chunks": functions.drop_middle_chunks(config, KEEP),
-        "learned": functions.learned(scorer, config, KEEP),
+        "middle_chunks": functions.drop_middle_chunks(model.config, KEEP),
+        "learned": functions.learned(scorer, model.config, KEEP),
     }
     params = {"temperature": 0.0, "max_tokens": DECODED, "ignore_eos": True}
     with openai_completion(stack.engine.url, SERVED_NAME) as complete:
-        return decode_arms(context, complete, stack.prompts, edits, params, ROUNDS)
+        return decode_arms(stack.context, complete, texts[0], edits, params, ROUNDS)
 
 
-def test_half_the_cache_decodes_faster_and_from_the_cache(stack, context, arms, capsys):
-    logprob = score_continuations(stack.model, context, arms)
-    report = decoding_report(arms, logprob)
-    save_json({**report, "prompts": PROMPTS, "prompt_tokens": PROMPT_TOKENS, "decoded": DECODED}, LOGS / "report.json")
+def test_half_the_cache_is_decoded_from_the_server(stack, model, arms, capsys):
+    logprob = score_continuations(model, stack.context, arms)
+    about = {"prompts": PROMPTS, "prompt_tokens": PROMPT_TOKENS, "decoded": DECODED, "keep": KEEP}
+    save_json({**decoding_report(arms, logprob), **about}, LOGS / "report.json")
     with capsys.disabled():
         console = Console()
         console.print()
         title = f"Decoding {PROMPTS} prompts of {PROMPT_TOKENS} tokens, keep {KEEP:g} (goal {GOAL}x)"
         print_decoding(arms, logprob, console, title)
-    chunk = context.chunk_size
-    whole = PROMPT_TOKENS // chunk
+    whole = PROMPT_TOKENS // stack.context.chunk_size
     for arm, chunks in zip(arms, (whole, whole // 2, whole // 2), strict=True):
         assert arm.expected_chunks == PROMPTS * chunks
         assert arm.read_chunks == [PROMPTS * chunks] * ROUNDS
         assert [len(ids) for ids in arm.continuations] == [DECODED] * PROMPTS
         assert arm.decodes[0].output_tokens == PROMPTS * DECODED
-    assert min(report["gain"].values()) > 1
     assert -2.0 < min(logprob.values()) <= max(logprob.values()) < 0
 
 
-def test_the_scores_are_those_of_the_engine_itself(stack, context, arms):
+def test_the_scores_are_those_of_the_engine_itself(stack, model, arms):
     """One-token requests to vLLM, which reads the full cache for each, against the model on the retrieved cache."""
-    full, learned = arms[0], arms[2]
+    full, _, learned = arms
     for arm in (full, learned):
         (ids, _), continuation = full.requests[0], arm.continuations[0]
         engine = [stack.engine.logprob(ids + continuation[:i], token) for i, token in enumerate(continuation)]
         one = [Arm(a.name, a.prefill, None, a.requests[:1], 0, continuations=a.continuations[:1]) for a in (full, arm)]
-        model = score_continuations(stack.model, context, one)[arm.name]
-        assert sum(engine) / len(engine) == pytest.approx(model, abs=0.05)
+        found = score_continuations(model, stack.context, one)[arm.name]
+        assert sum(engine) / len(engine) == pytest.approx(found, abs=0.05)

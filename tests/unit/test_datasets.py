@@ -39,7 +39,7 @@ def test_a_sample_says_what_it_is(filled):
     assert torch.equal(sample["kv"], filled[1][3][:, :, :32])
     assert sample["tokens"].tolist() == filled[0][3]["tokens"][:32]
     assert (sample["index"], sample["hit_tokens"], sample["meta"]) == (3, 32, {"n": 3})
-    assert sample["continuation"].tolist() == [0, 1, 2, 3]
+    assert sample["continuation"].tolist() == [*filled[0][3]["tokens"][32:], 0, 1, 2, 3]
     data.close()
 
 

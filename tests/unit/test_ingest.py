@@ -13,7 +13,7 @@ from starlette.requests import Request
 
 from kvdata import Connection, KVCacheContext, KVCacheDataset, Prefixes, PrefixRecord
 from kvdata.datasets.ingest import ingest, read_prompts
-from kvdata.errors import InvalidRequest, ServerError, ServerUnreachable
+from kvdata.errors import ConnectionLost, InvalidRequest, ServerError, ServerUnreachable
 from tests.unit.conftest import LAYOUT, fresh_tokens, random_kv
 from tests.unit.fake_vllm import MODEL, FakeVLLM, serving
 from tests.unit.test_cli import kvdata
@@ -151,6 +151,30 @@ def test_an_unreachable_engine_is_not_asked_again(ctx):
     assert len(result.failed) == 5
 
 
+def test_a_connection_that_breaks_costs_one_prompt(ctx):
+    prefixes = records(64, 64, 64)
+    engine = Engine(ctx)
+
+    def complete(tokens, params, salt):
+        if tokens[0] == prefixes[0].tokens[0]:
+            raise ConnectionLost("broke")
+        return engine(tokens, params, salt)
+
+    result = ingest(ctx, prefixes, complete, concurrency=1)
+    assert (list(result.failed), result.stored) == ([0], [1, 2])
+
+
+def test_the_continuation_follows_what_is_cached(ctx, connection, tmp_path):
+    """A prefix that is not whole chunks: the server has less of it, and the rest comes first."""
+    tokens, after = fresh_tokens(70), [9, 8, 7]
+    prefixes = Prefixes.of([{"tokens": tokens, "continuation": after}, {"tokens": fresh_tokens(70)}])
+    assert ingest(ctx, prefixes, Engine(ctx)).complete
+    dataset = KVCacheDataset(prefixes, connection=connection)
+    assert dataset[0]["tokens"].tolist() + dataset[0]["continuation"].tolist() == tokens + after
+    assert len(dataset[1]["continuation"]) == 0
+    dataset.close()
+
+
 def test_what_does_not_arrive_is_not_called_stored(ctx):
     result = ingest(ctx, records(64), lambda *_: [], settle_seconds=0)
     assert result.unconfirmed == [0]
@@ -242,7 +266,10 @@ def test_the_command_refuses_what_it_cannot_do(embedded, tmp_path):
     assert kvdata("ingest", str(text), *where).returncode == 2  # neither --engine nor --model
     nameless = kvdata("ingest", str(text), *where, "--engine", "http://127.0.0.1:1", "--out", str(tmp_path / "o.jsonl"))
     assert nameless.returncode == 1
-    assert "--tokenizer" in nameless.stderr
+    assert "--model-name" in nameless.stderr
+    named = ["--model-name", "no/folder", "--out", str(tmp_path / "o.jsonl")]
+    no_tokenizer = kvdata("ingest", str(text), *where, "--engine", "http://127.0.0.1:1", *named)
+    assert "--tokenizer" in no_tokenizer.stderr
     path = tmp_path / "p.jsonl"
     path.write_text(json.dumps({"tokens": fresh_tokens(64)}) + "\n")
     no_engine = kvdata("ingest", str(path), *where, "--engine", "http://127.0.0.1:1")
