@@ -6,12 +6,14 @@ from the server's caches, and how well they predict.
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -24,6 +26,7 @@ from kvdata.engines.openai import openai_completion
 from kvdata.engines.smollm2 import smollm2_folder
 from kvdata.evaluation import decode_arms, decoding_report, print_decoding, save_json, score_continuations
 from kvdata.evaluation.decoding import Arm
+from tests.live.environments import ROOT
 from tests.live.stack import LOGS, SERVED_NAME, VLLM, lmcache, vllm
 from training.demo import fast_dtype, train
 from training.text import prompts_and_windows
@@ -124,3 +127,31 @@ def test_the_scores_are_those_of_the_engine_itself(stack, model, arms):
         one = [Arm(a.name, a.prefill, None, a.requests[:1], 0, continuations=a.continuations[:1]) for a in (full, arm)]
         found = score_continuations(model, stack.context, one)[arm.name]
         assert sum(engine) / len(engine) == pytest.approx(found, abs=0.05)
+
+
+def test_the_notebook_runs(stack, monkeypatch):
+    """Every code cell of the example notebook, in order, with fewer and shorter prompts."""
+    connection = stack.context.connection
+    assert connection.layout is not None
+    settings = {
+        "MODEL": stack.engine.model,
+        "SERVED_NAME": SERVED_NAME,
+        "URL": connection.url,
+        "HTTP_URL": connection.http_url,
+        "ENGINE": stack.engine.url,
+        "PACKING": connection.layout.packing,
+        "PROMPTS": "2",
+        "PROMPT_TOKENS": "1100",
+        "MAX_TOKENS": "8",
+    }
+    for name, value in settings.items():
+        monkeypatch.setenv(f"KVDATA_{name}", value)
+    monkeypatch.setenv("MPLBACKEND", "Agg")
+    notebook = json.loads((ROOT / "examples" / "token_dropping.ipynb").read_text())
+    names: dict[str, Any] = {}
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            exec("".join(cell["source"]), names)
+    assert len(names["arms"]) == 7
+    assert len(names["figure"].axes[0].lines) == 3
+    assert names["edited"].streams[0].output_text
