@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from kvdata import Connection, KVCacheDataset, collate, worker_init_fn
+from kvdata import Connection, KVCacheDataset, Prefixes, collate, worker_init_fn
 from kvdata.client.counters import counters
 from kvdata.engines.openai import openai_completion
+from kvdata.errors import ModelNotRegistered
 from kvdata.sdk.batch import LMCacheBatchedStream
 from kvdata.sdk.stream import create_request
 from tests.live.conftest import PREFIX, REAP_SECONDS
@@ -129,7 +130,7 @@ def test_a_client_leaves_the_engines_registration_alone(server, engine, prompts,
     assert server.status()["storage_manager"]["l1_manager"]["read_locked_count"] == 0
 
 
-def test_the_engine_may_be_stopped_before_the_training(server, engine, prompts, connection, reference):
+def test_the_engine_may_be_stopped_before_the_training(server, engine, prompts, connection, reference, tmp_path):
     """The last test: it stops vLLM. The server forgets the model then, and still has its caches."""
     prefixes = [prompt[:PREFIX] for prompt in prompts]
     for prompt in prompts:
@@ -142,9 +143,12 @@ def test_the_engine_may_be_stopped_before_the_training(server, engine, prompts, 
     while server.status()["cache_context_meta"] and time.monotonic() < deadline:
         time.sleep(0.5)
     assert server.status()["cache_context_meta"] == {}
+    unknown = Connection(server.url, server.http_url, engine.model, timeout=30.0)
+    with pytest.raises(ModelNotRegistered):  # and not a miss
+        unknown.connect()
 
-    offline = Connection(server.url, server.http_url, engine.model, timeout=30.0, layout=layout)
-    dataset = KVCacheDataset(prefixes, connection=offline)
+    Prefixes(Prefixes.of(prefixes), layout, engine.model).to_jsonl(tmp_path / "prefixes.jsonl")
+    dataset = KVCacheDataset(Prefixes.from_jsonl(tmp_path / "prefixes.jsonl"), server.url, server.http_url)
     assert dataset.coverage().hit == list(range(len(prefixes)))
     loader = DataLoader(
         dataset, batch_size=2, shuffle=True, num_workers=2, collate_fn=collate, worker_init_fn=worker_init_fn
