@@ -122,6 +122,7 @@ class VLLM:
             return
         group = self._process.pid
         self._pids |= _group(group)
+        names = self.shared_memory()
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
         try:
@@ -129,6 +130,9 @@ class VLLM:
         except subprocess.TimeoutExpired:
             pass
         deadline = time.monotonic() + STOP_SECONDS
+        # Its workers and the process that cleans up after them end a moment after it, if they are left alone.
+        while _group(group) and time.monotonic() < deadline - STOP_SECONDS / 2:
+            time.sleep(0.05)
         while _group(group) and time.monotonic() < deadline:
             try:
                 os.killpg(group, signal.SIGKILL)
@@ -139,8 +143,13 @@ class VLLM:
         self._process.wait(STOP_SECONDS)
         self._process = None
         for pid in self._pids:
-            for left in SHM_FOLDER.glob(f"lmcache_kv_{pid}_*"):
-                left.unlink(missing_ok=True)
+            names.update(SHM_FOLDER.glob(f"lmcache_kv_{pid}_*"))
+        for left in names:
+            left.unlink(missing_ok=True)
+
+    def shared_memory(self) -> set[Path]:
+        """Names in shared memory that its processes have mapped now."""
+        return _shared_memory(_group(self._process.pid)) if self._process else set()
 
     def logprob(self, prompt: list[int], token: int) -> float:
         """Log-probability of one token after a prompt, in nats; the prompt's cache is read from LMCache."""
@@ -165,6 +174,18 @@ def vllm(server: Server, name: str = "vllm", flags: Sequence[str] = ()) -> Itera
         yield engine.start()
     finally:
         engine.stop()
+
+
+def _shared_memory(pids: set[int]) -> set[Path]:
+    """Names in shared memory that these processes have mapped; not the server's pool, which is the server's."""
+    names: set[Path] = set()
+    for pid in pids:
+        try:
+            maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
+        except OSError:  # it has ended
+            continue
+        names.update(Path(line.split(maxsplit=5)[5]) for line in maps if f" {SHM_FOLDER}/" in line)
+    return {name for name in names if not name.name.startswith("lmcache_l1_pool_")}
 
 
 def _group(pgid: int) -> set[int]:

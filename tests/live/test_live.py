@@ -138,7 +138,10 @@ def test_the_engine_may_be_stopped_before_the_training(server, engine, prompts, 
     with connection.connect() as ctx:
         assert [until(lambda p=p: ctx.lookup(p)) for p in prefixes] == [PREFIX] * len(prefixes)
         layout = ctx.layout
+    names = engine.shared_memory()
+    assert any(name.exists() for name in names)
     engine.stop()
+    assert not [name for name in names if name.exists()]
     deadline = time.monotonic() + 6 * REAP_SECONDS
     while server.status()["cache_context_meta"] and time.monotonic() < deadline:
         time.sleep(0.5)
