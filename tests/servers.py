@@ -125,12 +125,6 @@ class Server:
         answer: dict[str, Any] = httpx.get(self.http_url + "/status", timeout=5, trust_env=False).json()
         return answer
 
-    def clear(self) -> None:
-        path, body = "/cache/clear", {"tier": "l1", "force": True}
-        if self.release < (0, 5, 1):
-            path, body = "/clear-cache", {}
-        httpx.post(self.http_url + path, json=body, timeout=5, trust_env=False).raise_for_status()
-
     def memory(self) -> dict[str, Any]:
         found: dict[str, Any] = self.status()["storage_manager"]["l1_manager"]
         return found
