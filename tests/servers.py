@@ -37,6 +37,14 @@ def free_port() -> int:
             return port
 
 
+def answers(url: str) -> bool:
+    """Whether a process is up far enough to say so at `url`."""
+    try:
+        return httpx.get(url, timeout=1, trust_env=False).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
 class Server:
     """A server process on fixed ports, so that it can be killed and started again under the same URLs.
 
@@ -80,11 +88,8 @@ class Server:
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
                 break
-            try:
-                if httpx.get(self.http_url + "/healthcheck", timeout=1, trust_env=False).status_code == 200:
-                    return self
-            except httpx.TransportError:
-                pass
+            if answers(self.http_url + "/healthcheck"):
+                return self
             time.sleep(0.05)
         self.kill()
         raise RuntimeError(f"{self.kind} did not come up:\n{self.log.read_text()[-2000:]}")

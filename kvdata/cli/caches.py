@@ -152,7 +152,7 @@ def delete(
     records = Manifest.load(manifest).prefixes() if manifest else described
     name = model_name_of(model_name, described.model_name)
     with Connection(url, http_url, name, timeout, described.layout).connect() as ctx:
-        deleted = sum(ctx.delete(r.tokens, cache_salt if r.salt is None else r.salt) for r in records)
+        deleted = sum(ctx.delete(r.tokens, r.salt_or(cache_salt)) for r in records)
     out.print(f"{deleted} chunks deleted")
 
 

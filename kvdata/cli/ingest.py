@@ -14,7 +14,7 @@ from rich.progress import track
 from kvdata.cli.options import err, load_model, model_folder, out
 from kvdata.client.connection import Connection
 from kvdata.client.discovery import Http, discover
-from kvdata.datasets.ingest import ingest, is_prefix_file, lookup_context, read_prompts
+from kvdata.datasets.ingest import ingest, is_cached, is_prefix_file, lookup_context, read_prompts
 from kvdata.datasets.prefixes import Prefixes, PrefixRecord, Tokenizer
 from kvdata.errors import InvalidRequest
 from kvdata.layout import KVLayout
@@ -78,7 +78,7 @@ def through_model(job: Job, model: str, url: str, http_url: str, timeout: float)
         for record in _bar(job.records, len(job.records)):
             if len(record.tokens) < ctx.chunk_size:
                 short += 1
-            elif ctx.lookup(record.tokens, record.salt or "") < len(record.tokens) // ctx.chunk_size * ctx.chunk_size:
+            elif not is_cached(ctx, record):
                 stored += engine.store_prefix(ctx, record.tokens.tolist(), record.salt or "")
         job.save(ctx.layout)
     present = len(job.records) - stored - short

@@ -30,6 +30,8 @@ from kvdata.wire.keys import Tokens, check_salt, token_list
 
 T = TypeVar("T")
 
+_POLL_SECONDS = 0.05
+
 
 @dataclass
 class Stats:
@@ -133,6 +135,18 @@ class KVCacheContext:
             return Lease(hit * session.chunk_size, [], session.layout)
 
         return self._reading("lookup", ids, attempt).hit
+
+    def wait_cached(self, tokens: Tokens, cache_salt: str = "", seconds: float = 20.0) -> int:
+        """Look up until all whole chunks of ``tokens`` are there, or `seconds` have passed; returns the last count.
+
+        Engines store after they have answered, so their last chunks come late. Looks at least once; errors as
+        `lookup`.
+        """
+        wanted = len(tokens) // self.chunk_size * self.chunk_size
+        end = time.monotonic() + seconds
+        while (found := self.lookup(tokens, cache_salt)) < wanted and time.monotonic() < end:
+            time.sleep(_POLL_SECONDS)
+        return found
 
     def retrieve(
         self,

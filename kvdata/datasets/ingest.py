@@ -16,14 +16,13 @@ import numpy as np
 
 from kvdata.client.connection import Connection
 from kvdata.client.context import KVCacheContext
-from kvdata.datasets.prefixes import Prefixes, PrefixRecord, Tokenizer
+from kvdata.datasets.prefixes import Prefixes, PrefixRecord, Tokenizer, json_lines
 from kvdata.errors import InvalidRequest, KVCacheSDKError, ServerUnreachable, UnknownPacking
 
 # A completion: prompt token ids, sampling parameters, salt -> events, as `kvdata.engines.openai.openai_completion`.
 Complete: TypeAlias = Callable[[list[int], dict[str, Any], str], Iterable[object]]
 Progress: TypeAlias = Callable[[Iterable[Any], int], Iterable[Any]]
 
-_POLL_SECONDS = 0.1
 _ONE_TOKEN = {"max_tokens": 1, "temperature": 0.0}
 
 
@@ -125,7 +124,7 @@ def ingest(
         if len(record.tokens) < ctx.chunk_size:
             result.short.append(place)
         else:
-            (result.present if _cached(ctx, record, cache_salt) else wanted).append(place)
+            (result.present if is_cached(ctx, record, cache_salt) else wanted).append(place)
     unreachable = threading.Event()
 
     def send(place: int) -> tuple[int, KVCacheSDKError | None]:
@@ -133,7 +132,7 @@ def ingest(
         if unreachable.is_set():
             return place, ServerUnreachable("not sent: the engine could not be reached")
         try:
-            for _ in complete(record.tokens.tolist(), dict(_ONE_TOKEN), _salt(record, cache_salt)):
+            for _ in complete(record.tokens.tolist(), dict(_ONE_TOKEN), record.salt_or(cache_salt)):
                 pass
         except KVCacheSDKError as exc:
             if type(exc) is ServerUnreachable:  # and not a connection that broke, which says nothing of the next
@@ -155,7 +154,7 @@ def ingest(
             raise
     deadline = time.monotonic() + settle_seconds
     for place in sent:
-        arrived = _wait(ctx, records[place], cache_salt, deadline)
+        arrived = is_cached(ctx, records[place], cache_salt, deadline - time.monotonic())
         (result.stored if arrived else result.unconfirmed).append(place)
     return result
 
@@ -186,21 +185,20 @@ def is_prefix_file(path: Path) -> bool:
     return isinstance(entry, Mapping) and ("kvdata" in entry or "tokens" in entry)
 
 
+def is_cached(ctx: KVCacheContext, record: PrefixRecord, cache_salt: str = "", seconds: float = 0.0) -> bool:
+    """Whether all whole chunks of a prefix are in the server, now or within `seconds`."""
+    whole = len(record.tokens) // ctx.chunk_size * ctx.chunk_size
+    return ctx.wait_cached(record.tokens, record.salt_or(cache_salt), seconds) >= whole
+
+
 def _texts(path: Path) -> list[tuple[str, dict[str, Any]]]:
     """Prompts of a JSONL file."""
     found: list[tuple[str, dict[str, Any]]] = []
-    with open(path, encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                entry = json.loads(line)
-            except ValueError as exc:
-                raise InvalidRequest(f"{path}, line {number}: {exc}") from exc
-            named = next((name for name in ("prompt", "text") if isinstance(entry, Mapping) and name in entry), None)
-            if named is None or not isinstance(entry[named], str):
-                raise InvalidRequest(f"{path}, line {number}: needs 'tokens', or a text as 'prompt' or 'text'")
-            found.append((entry[named], {key: value for key, value in entry.items() if key != named}))
+    for number, entry in json_lines(path):
+        named = next((name for name in ("prompt", "text") if isinstance(entry, Mapping) and name in entry), None)
+        if named is None or not isinstance(entry[named], str):
+            raise InvalidRequest(f"{path}, line {number}: needs 'tokens', or a text as 'prompt' or 'text'")
+        found.append((entry[named], {key: value for key, value in entry.items() if key != named}))
     return found
 
 
@@ -220,20 +218,3 @@ def _cut(
 
 def _ids(tokens: Sequence[int]) -> np.ndarray:
     return np.asarray(tokens, dtype=np.int64)
-
-
-def _salt(record: PrefixRecord, cache_salt: str) -> str:
-    return cache_salt if record.salt is None else record.salt
-
-
-def _cached(ctx: KVCacheContext, record: PrefixRecord, cache_salt: str) -> bool:
-    whole = len(record.tokens) // ctx.chunk_size * ctx.chunk_size
-    return ctx.lookup(record.tokens, _salt(record, cache_salt)) >= whole
-
-
-def _wait(ctx: KVCacheContext, record: PrefixRecord, cache_salt: str, deadline: float) -> bool:
-    while not _cached(ctx, record, cache_salt):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(_POLL_SECONDS)
-    return True

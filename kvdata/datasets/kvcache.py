@@ -151,7 +151,7 @@ class KVCacheDataset(Dataset[Sample]):
         self.context = KVCacheContext(self.connection)
 
     def _salt(self, record: PrefixRecord) -> str:
-        return self.cache_salt if record.salt is None else record.salt
+        return record.salt_or(self.cache_salt)
 
     def _needed(self, record: PrefixRecord) -> int:
         chunk = self.context.chunk_size

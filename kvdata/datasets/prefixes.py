@@ -32,6 +32,10 @@ class PrefixRecord:
     salt: str | None = None
     meta: dict[str, Any] = field(default_factory=dict)
 
+    def salt_or(self, default: str) -> str:
+        """Its own salt, or `default` when it carries none."""
+        return default if self.salt is None else self.salt
+
 
 class _Ragged:
     """Integer sequences of different lengths in one array; forked workers share its pages."""
@@ -127,18 +131,14 @@ class Prefixes(Sequence[PrefixRecord]):
     def from_jsonl(cls, path: str | Path) -> Prefixes:
         """Read a prefix file. Lines are records; a first line ``{"kvdata": 1, ...}`` carries the layout."""
         records, layout, model_name = [], None, None
-        with open(path, encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):
-                if not line.strip():
-                    continue
-                try:
-                    entry = json.loads(line)
-                    if "kvdata" in entry:
-                        layout, model_name = _header(entry)
-                    else:
-                        records.append(_record(entry))
-                except (ValueError, TypeError) as exc:
-                    raise InvalidRequest(f"{path}, line {number}: {exc}") from exc
+        for number, entry in json_lines(path):
+            try:
+                if "kvdata" in entry:
+                    layout, model_name = _header(entry)
+                else:
+                    records.append(_record(entry))
+            except (ValueError, TypeError) as exc:
+                raise InvalidRequest(f"{path}, line {number}: {exc}") from exc
         return cls(records, layout, model_name)
 
     def to_jsonl(self, path: str | Path) -> None:
@@ -159,6 +159,19 @@ class Prefixes(Sequence[PrefixRecord]):
                     entry["meta"] = record.meta
                 file.write(json.dumps(entry) + "\n")
         part.replace(path)
+
+
+def json_lines(path: str | Path) -> Iterator[tuple[int, Any]]:
+    """Number and value of each line that is not blank; `InvalidRequest` names the one that is not JSON."""
+    with open(path, encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                entry = json.loads(line)
+            except ValueError as exc:
+                raise InvalidRequest(f"{path}, line {number}: {exc}") from exc
+            yield number, entry
 
 
 def _header(entry: Mapping[str, Any]) -> tuple[KVLayout | None, str | None]:

@@ -195,14 +195,12 @@ def _request(stream: LMCacheStream) -> Address:
 def _settle(ctx: KVCacheContext, tokens: Sequence[int], salt: str, seconds: float) -> None:
     """Wait for what the engine stores after its answer."""
     wanted = len(tokens) // ctx.chunk_size * ctx.chunk_size
-    deadline = time.monotonic() + seconds
-    while (found := ctx.lookup(tokens, salt)) < wanted:
-        if time.monotonic() > deadline:
-            raise MissingKV(
-                f"{found} of {wanted} tokens reached the server within {seconds:g} s; is the engine connected to it, "
-                "and is its memory large enough for all prompts?"
-            )
-        time.sleep(_POLL_SECONDS)
+    found = ctx.wait_cached(tokens, salt, seconds)
+    if found < wanted:
+        raise MissingKV(
+            f"{found} of {wanted} tokens reached the server within {seconds:g} s; is the engine connected to it, "
+            "and is its memory large enough for all prompts?"
+        )
 
 
 def _counted(ctx: KVCacheContext, before: int, expected: int) -> int:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -25,8 +24,6 @@ from kvdata.errors import InvalidRequest, MissingKV, StoreConflict
 from kvdata.wire.keys import Tokens, check_salt, token_list
 
 log = logging.getLogger("kvdata")
-
-_POLL_SECONDS = 0.05
 
 
 class LMCacheSDKCacheKind(str, Enum):
@@ -175,9 +172,7 @@ class LMCacheStream:
             raise InvalidRequest(
                 f"{self._computed} tokens are less than one chunk of {self.ctx.chunk_size}: there is no cache to edit"
             )
-        end = time.monotonic() + settle_seconds
-        while (found := self.ctx.lookup(self.tokens, self.cache_salt)) < wanted and time.monotonic() < end:
-            time.sleep(_POLL_SECONDS)
+        found = self.ctx.wait_cached(self.tokens[: self._computed], self.cache_salt, settle_seconds)
         kv = self.ctx.retrieve(self.tokens, self.cache_salt)
         if kv is None:
             raise MissingKV(

@@ -21,7 +21,7 @@ import httpx
 from kvdata.engines.smollm2 import smollm2_folder
 from kvdata.wire.shm import SHM_FOLDER
 from tests.live.environments import ROOT, command
-from tests.servers import Server, free_port
+from tests.servers import Server, answers, free_port
 
 LOGS = ROOT / "runs" / "live"
 CHUNK = 128
@@ -105,11 +105,8 @@ class VLLM:
         deadline = time.monotonic() + VLLM_READY_SECONDS
         while time.monotonic() < deadline and self._process.poll() is None:
             self._pids |= _group(self._process.pid)
-            try:
-                if httpx.get(self.url + "/health", timeout=1, trust_env=False).status_code == 200:
-                    return self
-            except httpx.TransportError:
-                pass
+            if answers(self.url + "/health"):
+                return self
             time.sleep(0.2)
         state = "is not ready in time" if self._process.poll() is None else f"ended ({self._process.returncode})"
         self.stop()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from kvdata import Connection, KVLayout
+from kvdata import Connection, KVCacheContext, KVLayout
 from kvdata.server import EmbeddedServer
 
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=8)
@@ -22,6 +22,12 @@ def embedded() -> Iterator[EmbeddedServer]:
 @pytest.fixture
 def connection(embedded: EmbeddedServer) -> Connection:
     return Connection(embedded.url, embedded.http_url, "unit/model", 30.0, LAYOUT)
+
+
+@pytest.fixture
+def ctx(connection: Connection) -> Iterator[KVCacheContext]:
+    with connection.connect() as opened:
+        yield opened
 
 
 _next_token = iter(range(1, 2**31, 4096))

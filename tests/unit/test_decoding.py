@@ -16,12 +16,6 @@ PARAMS = {"temperature": 0.0, "max_tokens": 5}
 
 
 @pytest.fixture
-def ctx(connection):
-    with connection.connect() as opened:
-        yield opened
-
-
-@pytest.fixture
 def prompts() -> list[list[int]]:
     return [fresh_tokens(4 * CHUNK + 3) for _ in range(2)]
 

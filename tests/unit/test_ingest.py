@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
-from kvdata import Connection, KVCacheContext, KVCacheDataset, Prefixes, PrefixRecord
+from kvdata import KVCacheContext, KVCacheDataset, Prefixes, PrefixRecord
 from kvdata.datasets.ingest import ingest, read_prompts
 from kvdata.errors import ConnectionLost, InvalidRequest, ServerError, ServerUnreachable
 from tests.unit.conftest import LAYOUT, fresh_tokens, random_kv
@@ -43,12 +43,6 @@ class StoringVLLM(FakeVLLM):
     def _store(self, tokens: list[int], salt: str) -> None:
         whole = len(tokens) // CHUNK * CHUNK
         self.ctx.store(random_kv(whole), tokens[:whole], salt)
-
-
-@pytest.fixture
-def ctx(connection: Connection) -> Iterator[KVCacheContext]:
-    with connection.connect() as opened:
-        yield opened
 
 
 def records(*lengths: int) -> Prefixes:

@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 
 import pytest
 
-from kvdata import Connection, KVCacheContext
 from kvdata.errors import ConnectionLost, GeometryMismatch, InvalidRequest, MissingKV
 from kvdata.sdk.batch import LMCacheBatchedStream
 from kvdata.sdk.stream import TokenEvent, create_request
 from tests.unit.conftest import fresh_tokens
 from tests.unit.fake_engine import CHUNK, Engine, Halve, batch_of, kv_of
-
-
-@pytest.fixture
-def ctx(connection: Connection) -> Iterator[KVCacheContext]:
-    with connection.connect() as context:
-        yield context
 
 
 def test_one_failing_stream_does_not_lose_the_others(ctx):

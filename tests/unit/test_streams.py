@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 
 import pytest
 import torch
 
 import kvdata.sdk.request
-from kvdata import Connection, KVCacheContext
 from kvdata.errors import ConnectionLost, InvalidRequest, StoreConflict
 from kvdata.sdk.batch import LMCacheBatchedStream
 from kvdata.sdk.metrics import Metrics
 from kvdata.sdk.stream import LMCacheSDKCacheKind, TokenEvent, create_request
 from tests.unit.conftest import fresh_tokens
 from tests.unit.fake_engine import CHUNK, Engine, Halve, batch_of, kv_of
-
-
-@pytest.fixture
-def ctx(connection: Connection) -> Iterator[KVCacheContext]:
-    with connection.connect() as context:
-        yield context
 
 
 def test_prefill_modify_decode(ctx):
