@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -44,6 +44,23 @@ def parse_dtype(name: str) -> torch.dtype:
     if dtype is None:
         raise InvalidRequest(f"KV dtype {name!r} is not supported; known: {', '.join(DTYPES)}")
     return dtype
+
+
+class Part(NamedTuple):
+    """Which elements of a stored chunk are meant, as slices of ``[2, L, T, H]``; all of them by default.
+
+    Attributes:
+        kinds: K (``0:1``), V (``1:2``), or both.
+        layers, tokens, heads: ranges inside the chunk.
+    """
+
+    kinds: slice = slice(None)
+    layers: slice = slice(None)
+    tokens: slice = slice(None)
+    heads: slice = slice(None)
+
+
+WHOLE = Part()
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,44 +144,65 @@ class KVLayout:
         self.decode(chunk, kv)
         return self.heads(kv)
 
-    def decode(self, chunk: torch.Tensor, kv: torch.Tensor, layer: int | None = None) -> None:
-        """Copy a stored chunk into ``kv`` (``[2, L, T, D]``, or ``[2, 1, T, D]`` for one ``layer`` of it)."""
-        for stored, wanted in self._pairs(chunk, kv, layer):
+    def decode(self, chunk: torch.Tensor, kv: torch.Tensor, part: Part = WHOLE) -> None:
+        """Copy the part of a stored chunk into ``kv`` (``[2, L, T, D]`` of that part; converted to its dtype)."""
+        heads = self.heads(kv)
+        if self.block_size is None:
+            heads.copy_(self._stored(chunk)[part.kinds, part.layers, part.tokens, part.heads])
+            return
+        tokens, block = self._tokens(chunk), self.block_size
+        start, stop, _ = part.tokens.indices(tokens)
+        first, last = start // block * block, -(-stop // block) * block
+        if (first, last) == (start, stop):
+            target = heads
+        else:  # blocks are decoded whole: their tokens are interleaved
+            target = heads.new_empty((*heads.shape[:2], last - first, *heads.shape[3:]))
+        for stored, wanted in self._pairs(chunk, target, part._replace(tokens=slice(first, last))):
             wanted.copy_(stored)
+        if target is not heads:
+            heads.copy_(target[:, :, start - first : stop - first])
 
     def encode(self, kv: torch.Tensor, chunk: torch.Tensor) -> None:
         """Copy ``kv`` (``[2, L, T, D]``) into the memory of a chunk; the inverse of `decode`."""
-        for stored, given in self._pairs(chunk, kv, None):
+        if self.block_size is None:
+            self._stored(chunk).copy_(self.heads(kv))
+            return
+        for stored, given in self._pairs(chunk, self.heads(kv), WHOLE):
             stored.copy_(given)
 
-    def _pairs(
-        self, chunk: torch.Tensor, kv: torch.Tensor, layer: int | None
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Views of the chunk and of ``kv`` that hold the same elements at the same place."""
-        heads = self.heads(kv)
-        layers = slice(None) if layer is None else slice(layer, layer + 1)
-        if self.block_size is None:
-            return [(self._stored(chunk)[:, layers], heads)]
+    def _pairs(self, chunk: torch.Tensor, heads: torch.Tensor, part: Part) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Views of a chunk of blocks and of ``heads`` (``[2, L, T, H, S]``) that hold the same elements at the same
+        place: one pair for K, one for V, whichever are wanted. The part's tokens are whole blocks."""
         tokens, block, size = self._tokens(chunk), self.block_size or 0, self.head_dim
         if tokens % block:
             raise GeometryMismatch(f"a chunk of {tokens} tokens is not whole blocks of {block}")
-        rows = chunk.view(self.num_layers, tokens // block, block, self.num_kv_heads, 2 * size)[layers]
-        keys, values = _split(heads, 2, -1, block)  # [L, blocks, N, H, S]
-        first, second = rows.chunk(2, dim=2)  # K fills the first half of the rows, V the second: [.., N/2, H, 2S]
+        rows = chunk.view(self.num_layers, tokens // block, block, self.num_kv_heads, 2 * size)
+        start, stop, _ = part.tokens.indices(tokens)
+        rows = rows[part.layers, start // block : stop // block, :, part.heads]
+        kinds = range(2)[part.kinds]
+        by_block = _split(heads, 2, -1, block)  # [kinds, L, blocks, N, H, S]
+        pairs = []
+        for place, kind in enumerate(kinds):  # K fills the first half of the rows, V the second: [.., N/2, H, 2S]
+            half = rows.chunk(2, dim=2)[kind]
+            pairs.append(self._pair(kind, half, by_block[place]))
+        return pairs
+
+    def _pair(self, kind: int, rows: torch.Tensor, kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """K's (0) or V's (1) rows ``[L, blocks, N/2, H, 2S]`` with its ``[L, blocks, N, H, S]``."""
+        block, size = self.block_size or 0, self.head_dim
         if self.packing == "vllm-cpu-amx":
-            return _amx_pairs(first, second, keys, values)
+            return _amx_values(rows, kv) if kind else _amx_keys(rows, kv)
+        if kind:  # V's element (token n, dim d) is p = n * S + d behind K: a row holds two tokens
+            stored = _split(rows, 4, 2, size).permute(0, 1, 2, 4, 3, 5)  # [L, blocks, N/2, 2, H, S]
+            return stored, _split(kv, 2, -1, 2)
         # K's element (dim d, token n) is p = d * N + n of its block.
         if block <= 2 * size:  # a row holds several dims of all the block's tokens
             dims = 2 * size // block
-            stored = _split(first, 4, dims, block).permute(0, 1, 5, 3, 2, 4)  # [L, blocks, N, H, S/dims, dims]
-            pair = (stored, _split(keys, 4, -1, dims))
-        else:  # several rows hold one dim
-            parts = block // (2 * size)
-            stored = _split(first, 2, size, parts).permute(0, 1, 3, 5, 4, 2)  # [L, blocks, parts, 2S, H, S]
-            pair = (stored, _split(keys, 2, parts, 2 * size))
-        # V's element (token n, dim d) is p = n * S + d behind K: a row holds two tokens.
-        v_stored = _split(second, 4, 2, size).permute(0, 1, 2, 4, 3, 5)  # [L, blocks, N/2, 2, H, S]
-        return [pair, (v_stored, _split(values, 2, -1, 2))]
+            stored = _split(rows, 4, dims, block).permute(0, 1, 5, 3, 2, 4)  # [L, blocks, N, H, S/dims, dims]
+            return stored, _split(kv, 4, -1, dims)
+        parts = block // (2 * size)  # several rows hold one dim
+        stored = _split(rows, 2, size, parts).permute(0, 1, 3, 5, 4, 2)  # [L, blocks, parts, 2S, H, S]
+        return stored, _split(kv, 2, parts, 2 * size)
 
     def _tokens(self, chunk: torch.Tensor) -> int:
         tokens, rest = divmod(chunk.numel(), 2 * self.num_layers * self.hidden)
@@ -231,21 +269,22 @@ class KVLayout:
         return replace(self, packing=packing, block_size=block_size)
 
 
-def _amx_pairs(
-    first: torch.Tensor, second: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """K and V rows ``[L, blocks, N/2, H, 2S]`` with their ``[L, blocks, N, H, S]``, cut along AMX's units of 32."""
-    size = keys.shape[-1]
-    per_row = size // 16  # units in a row
-    # K: rows are (token group, dim-pair high), columns (dim-pair low, token, dim of the pair)
-    k = _split(_split(_split(first, 4, per_row, 32), 5, 16, 2), 2, -1, 8)  # [L, blocks, N/16, 8, H, S/16, 16, 2]
+def _amx_keys(rows: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """K rows ``[L, blocks, N/2, H, 2S]`` and K ``[L, blocks, N, H, S]``, cut along AMX's units of 32."""
+    per_row = keys.shape[-1] // 16  # units in a row
+    # rows are (token group, dim-pair high), columns (dim-pair low, token, dim of the pair)
+    k = _split(_split(_split(rows, 4, per_row, 32), 5, 16, 2), 2, -1, 8)  # [L, blocks, N/16, 8, H, S/16, 16, 2]
     k = k.permute(0, 1, 2, 6, 4, 3, 5, 7)  # [L, blocks, N/16, 16, H, 8, S/16, 2]
-    k_pair = (k, _split(_split(_split(keys, 4, 8, -1), 5, per_row, 2), 2, -1, 16))
-    # V: rows are (dim group, token-pair high), columns (token-pair low, dim, token of the pair)
-    v = _split(_split(_split(second, 4, per_row, 32), 5, 16, 2), 2, per_row, -1)  # [L, blocks, S/16, M, H, S/16, 16, 2]
+    return k, _split(_split(_split(keys, 4, 8, -1), 5, per_row, 2), 2, -1, 16)
+
+
+def _amx_values(rows: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same for V."""
+    per_row = values.shape[-1] // 16
+    # rows are (dim group, token-pair high), columns (token-pair low, dim, token of the pair)
+    v = _split(_split(_split(rows, 4, per_row, 32), 5, 16, 2), 2, per_row, -1)  # [L, blocks, S/16, M, H, S/16, 16, 2]
     v = v.permute(0, 1, 3, 5, 7, 4, 2, 6)  # [L, blocks, M, S/16, 2, H, S/16, 16]
-    v_pair = (v, _split(_split(_split(values, 4, -1, 16), 2, v.shape[2], -1), 3, per_row, 2))
-    return [k_pair, v_pair]
+    return v, _split(_split(_split(values, 4, -1, 16), 2, v.shape[2], -1), 3, per_row, 2)
 
 
 def _split(tensor: torch.Tensor, axis: int, outer: int, inner: int) -> torch.Tensor:

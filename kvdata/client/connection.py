@@ -31,6 +31,8 @@ class Connection:
         model_config: the model's ``config.json`` as a dict or a path: heads and head size of a fused cache.
         world_size: tensor-parallel workers that share the cache by heads; None takes what the engine registered, and 1
             where there is none. Layouts and tensors are those of the whole model.
+        prefault: touch the server's whole shared-memory pool when connecting (about 1 s for 10 GB), so that the first
+            pass over it is as fast as the next ones. Pool memory that nobody has used yet is taken by it.
     """
 
     url: str
@@ -41,6 +43,7 @@ class Connection:
     packing: str = "auto"
     model_config: Mapping[str, Any] | str | Path | None = None
     world_size: int | None = None
+    prefault: bool = False
 
     def __post_init__(self) -> None:
         check_model_name(self.model_name)

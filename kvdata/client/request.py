@@ -7,8 +7,11 @@ import secrets
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
-from kvdata.wire.messages import CacheKey
+import msgspec
+
+from kvdata.wire.messages import Key
 
 _nonce = itertools.count(secrets.randbits(31))
 
@@ -40,13 +43,17 @@ class Request:
         """Whole chunks in the sequence."""
         return len(self.ids) // self.chunk_size
 
-    def key(self, start: int = 0, stop: int | None = None, worker: int | None = None) -> CacheKey:
+    @cached_property
+    def _encoded(self) -> msgspec.Raw:
+        return msgspec.Raw(msgspec.msgpack.encode(self.ids))
+
+    def key(self, start: int = 0, stop: int | None = None, worker: int | None = None) -> Key[msgspec.Raw]:
         """Key of the chunks ``start .. stop``; ``worker=None`` means all shards (lookup and free)."""
-        return CacheKey(
+        return Key(
             model_name=self.model_name,
             world_size=self.world_size,
             worker_id=worker,
-            token_ids=self.ids,
+            token_ids=self._encoded,
             start=start * self.chunk_size,
             end=(self.chunks if stop is None else stop) * self.chunk_size,
             request_id=self.request_id,

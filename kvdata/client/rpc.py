@@ -8,9 +8,11 @@ each its own error: nobody is connected (`ServerUnreachable`), the peer vanished
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 import zmq
@@ -19,10 +21,13 @@ from kvdata.errors import ConnectionLost, InvalidRequest, ProtocolError, ServerT
 from kvdata.wire.messages import NEWEST, Release, operation_numbers
 
 T = TypeVar("T")
+Call: TypeAlias = tuple[str, tuple[Any, ...]]
 
 # A live server on this host or rack accepts a TCP connection in milliseconds.
 _CONNECT_SECONDS = 5.0
 _FLUSH_MS = 200
+# Deeper pipelines are no faster, and leave more unread in a server when a client is stopped.
+_IN_FLIGHT = 32
 
 
 class Deadline:
@@ -40,7 +45,7 @@ class Deadline:
 
 
 class Rpc:
-    """One connection to the server's ZMQ port. Thread-safe: one call is on the wire at a time.
+    """One connection to the server's ZMQ port. Thread-safe: one thread's calls are on the wire at a time.
 
     Args:
         url: the server's ZMQ URL.
@@ -66,27 +71,33 @@ class Rpc:
         # Without this, requests to a dead server are kept and reach its successor.
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._monitor, zmq.POLLIN)
         self._socket.connect(self.url)
 
     def call(self, operation: str, *args: Any, result: type[T], deadline: Deadline) -> T | None:
-        """Send one request and wait for its reply; None is the protocol's null.
+        """Send one request and wait for its reply; None is the protocol's null."""
+        return self.call_many([(operation, args)], result, deadline)[0]
+
+    def call_many(self, calls: Sequence[Call], result: type[T], deadline: Deadline) -> list[T | None]:
+        """Replies to several requests, which are in flight together; None is the protocol's null.
 
         Late replies of earlier requests that timed out are read and dropped on the way, so that they never
-        pile up in the server.
+        pile up in the server. Where one call fails, so do all: which of them took effect is unknown then.
         """
+        if not calls:
+            return []
         if not self._lock.acquire(timeout=deadline.remaining()):
-            raise ServerTimeout(f"{operation}: another thread kept the connection for {deadline.seconds:g} s")
+            raise ServerTimeout(f"{calls[0][0]}: another thread kept the connection for {deadline.seconds:g} s")
         try:
-            uid = self._send(operation, args, deadline)
-            frame = self._wait(operation, uid, deadline)
+            frames = self._exchange(calls, deadline)
         finally:
             self._lock.release()
-        if frame is None:
-            return None
         try:
-            return msgspec.msgpack.decode(frame, type=result)
+            return [None if frame is None else msgspec.msgpack.decode(frame, type=result) for frame in frames]
         except msgspec.MsgspecError as exc:
-            raise ProtocolError(f"{operation}: {self.url} sent an answer that does not decode: {exc}") from exc
+            raise ProtocolError(f"{calls[0][0]}: {self.url} sent an answer that does not decode: {exc}") from exc
 
     def post(self, operation: str, *args: Any) -> None:
         """Send one request without waiting for its reply, if the connection takes it soon."""
@@ -134,21 +145,32 @@ class Rpc:
             raise
         return uid
 
-    def _wait(self, operation: str, uid: bytes, deadline: Deadline) -> bytes | None:
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._monitor, zmq.POLLIN)
+    def _exchange(self, calls: Sequence[Call], deadline: Deadline) -> list[bytes | None]:
+        """Result frames of ``calls``; replies may come in any order."""
+        places: dict[bytes, int] = {}  # of what is in flight
+        frames: list[bytes | None] = [None] * len(calls)
+        unsent = iter(enumerate(calls))
+        left = len(calls)
+        while left:
+            for place, (operation, args) in itertools.islice(unsent, _IN_FLIGHT - len(places)):
+                places[self._send(operation, args, deadline)] = place
+            uid, *answer = self._receive(calls[0][0], deadline)
+            if uid in places:
+                frames[places.pop(uid)] = answer[1] if len(answer) > 1 else None
+                left -= 1
+        return frames
+
+    def _receive(self, operation: str, deadline: Deadline) -> list[bytes]:
+        """The next reply, whoever it is for."""
         while True:
             remaining = deadline.remaining()
-            ready = dict(poller.poll(int(1000 * remaining) + 1))
+            ready = dict(self._poller.poll(int(1000 * remaining) + 1))
             if self._socket in ready:
-                frames = self._socket.recv_multipart()
-                if frames[0] == uid:
-                    return frames[2] if len(frames) > 2 else None
-            elif self._monitor in ready:
+                return self._socket.recv_multipart()
+            if self._monitor in ready:
                 self._lost = True
                 raise ConnectionLost(f"{operation}: the server at {self.url} went away before it answered")
-            elif not remaining:
+            if not remaining:
                 raise ServerTimeout(
                     f"{operation}: no answer from {self.url} within {deadline.seconds:g} s; whether it took effect "
                     "is unknown. A server answers an operation it does not serve with silence: see its log"

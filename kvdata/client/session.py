@@ -28,7 +28,7 @@ from kvdata.client.discovery import (
     registered_world_size,
 )
 from kvdata.client.request import Request
-from kvdata.client.rpc import Deadline, Rpc
+from kvdata.client.rpc import Call, Deadline, Rpc
 from kvdata.errors import (
     KVCacheSDKError,
     ModelNotRegistered,
@@ -67,7 +67,7 @@ class Session:
         self.pool: MappedPool | None = None
         self._registered = False
         self._stale = False
-        self._owed: list[tuple[str, tuple[Any, ...]]] = []
+        self._owed: list[Call] = []
         self._reserving = False  # a reservation of ours may still be pending on the server
         deadline = Deadline(connection.timeout)
         self.http = Http(connection.http_url, min(connection.timeout, _HANDSHAKE_SECONDS))
@@ -105,15 +105,6 @@ class Session:
         """A new request for the connection's model."""
         return Request.create(self.connection.model_name, self.world_size, salt, self.chunk_size, ids)
 
-    @contextmanager
-    def sequence(self, ids: Sequence[int], salt: str) -> Iterator[Request]:
-        """A new request whose session on the server ends with the block. Locks are not part of a session."""
-        request = self.request(ids, salt)
-        try:
-            yield request
-        finally:
-            self.clean_up("end_session", request.request_id)
-
     def call(self, operation: str, *args: Any, result: type[T], deadline: Deadline) -> T | None:
         """One operation on the wire."""
         assert self._rpc is not None
@@ -129,38 +120,48 @@ class Session:
         """Make the next operation shake hands anew."""
         self._stale = True
 
-    def failed(self, exc: BaseException) -> None:
-        """Note how a call failed: after a time-out or interrupt nothing waits for this connection again."""
-        if isinstance(exc, ServerTimeout) or not isinstance(exc, Exception):
-            self.mark_stale()
-
-    def lookup(self, request: Request, deadline: Deadline) -> int:
-        """Leading chunks that the server holds; they stay read-locked until retrieved or released."""
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around calls: after a time-out or interrupt nothing waits for this connection again."""
         try:
-            self.call("lookup", request.key(worker=None), 1, result=type(None), deadline=deadline)
-            # Short polls: the server's own blocking wait would hold the only worker its engines share.
-            for attempt in itertools.count():
-                hit = self.call("query_prefetch_status", request.request_id, result=int, deadline=deadline)
+            yield
+        except BaseException as exc:
+            if isinstance(exc, ServerTimeout) or not isinstance(exc, Exception):
+                self.mark_stale()
+            raise
+
+    def call_many(self, calls: Sequence[Call], result: type[T], deadline: Deadline) -> list[T | None]:
+        """Several operations, in flight together."""
+        assert self._rpc is not None
+        return self._rpc.call_many(calls, result, deadline)
+
+    def lookup(self, requests: Sequence[Request], deadline: Deadline) -> list[int]:
+        """Leading chunks that the server holds of each; they stay read-locked until retrieved or released.
+
+        After an error it is unknown which were locked.
+        """
+        self.call_many([("lookup", (r.key(worker=None), 1)) for r in requests], type(None), deadline)
+        hits: dict[str, int] = {}
+        # Short polls: the server's own blocking wait would hold the only worker its engines share.
+        for attempt in itertools.count():
+            waiting = [r for r in requests if r.request_id not in hits]
+            answers = self.call_many([("query_prefetch_status", (r.request_id,)) for r in waiting], int, deadline)
+            for request, hit in zip(waiting, answers, strict=True):
                 if hit is not None:
                     if not 0 <= hit <= request.chunks:
                         raise ProtocolError(f"lookup of {request.chunks} chunks answered {hit}")
-                    if hit < request.chunks and self.world_size > 1 and self.info.release < _FREES_PARTIAL_CHUNKS:
-                        # There the shares that are there of the first missing chunk are locked, too.
-                        self.clean_up("free_lookup_locks", request.key(hit, hit + 1), 1)
-                    return hit
-                if not deadline.remaining():
-                    raise ServerTimeout(f"lookup: still loading after {deadline.seconds:g} s")
-                time.sleep(min(0.02, 0.0005 * 2**attempt, deadline.remaining()))
-        except BaseException as exc:  # an interrupt must not leave locks behind either
-            self.failed(exc)
-            self.release(request, request.chunks)
-            raise
-        raise AssertionError("unreachable")
-
-    def release(self, request: Request, chunks: int, worker: int | None = None) -> None:
-        """Give back the read locks (of one worker's chunks) that no retrieve uses up. Never raises."""
-        if chunks:
-            self.clean_up("free_lookup_locks", request.key(stop=chunks, worker=worker), 1)
+                    hits[request.request_id] = hit
+            if len(hits) == len(requests):
+                break
+            if not deadline.remaining():
+                raise ServerTimeout(f"lookup: still loading after {deadline.seconds:g} s")
+            time.sleep(min(0.02, 0.0005 * 2**attempt, deadline.remaining()))
+        found = [hits[r.request_id] for r in requests]
+        if self.world_size > 1 and self.info.release < _FREES_PARTIAL_CHUNKS:
+            # There the shares that are there of the first missing chunk are locked, too.
+            short = [(r, hit) for r, hit in zip(requests, found, strict=True) if hit < r.chunks]
+            self.clean_up([("free_lookup_locks", (r.key(hit, hit + 1), 1)) for r, hit in short])
+        return found
 
     def abort(self, request: Request, chunks: Sequence[int], worker: int) -> None:
         """Discard reservations of a failed store before anything could publish them. Never raises."""
@@ -216,15 +217,14 @@ class Session:
         """Tell the server that this instance lives. Re-registering is the ping that publishes nothing."""
         self._register(deadline)
 
-    def take_owed(self) -> list[tuple[str, tuple[Any, ...]]]:
+    def take_owed(self) -> list[Call]:
         """What could not be given back because the server did not answer; for `settle` of the next session."""
         owed, self._owed = self._owed, []
         return [] if self._rpc is None or self._rpc.lost() else owed  # a server that has gone has forgotten it
 
-    def settle(self, owed: list[tuple[str, tuple[Any, ...]]]) -> None:
+    def settle(self, owed: list[Call]) -> None:
         """Give back what an earlier session of this process still owes the server. Never raises."""
-        for operation, args in owed:
-            self.clean_up(operation, *args)
+        self.clean_up(owed)
 
     def close(self) -> None:
         """Un-register and close everything; safe to call twice, and in a forked child."""
@@ -234,7 +234,7 @@ class Session:
         if rpc is not None:
             # Un-registering publishes a pending reservation as if it were written; left alone, it expires.
             if self._registered and not self._reserving:
-                self._clean_up(rpc, "unregister", self.instance_id)
+                self._clean_up(rpc, [("unregister", (self.instance_id,))])
             for operation, args in self._owed:  # the last chance, without waiting
                 rpc.post(operation, *args)
             rpc.close()
@@ -276,7 +276,7 @@ class Session:
             ) from exc
         if reply is not None and reply.shm_name and reply.pool_size and self.pool is None:
             try:
-                self.pool = MappedPool(reply.shm_name, reply.pool_size)
+                self.pool = MappedPool(reply.shm_name, reply.pool_size, self.connection.prefault)
             except (OSError, ValueError) as exc:
                 raise PoolNotMappable(
                     f"the server keeps its cache in shared memory {reply.shm_name!r}, which cannot be opened: {exc}. "
@@ -284,23 +284,24 @@ class Session:
                     "--shm-name"
                 ) from exc
 
-    def clean_up(self, operation: str, *args: Any) -> None:
-        """An operation that gives something back to the server. Never raises; waits briefly or not at all."""
-        if self._rpc is not None and self.pid == os.getpid():
-            self._clean_up(self._rpc, operation, *args)
+    def clean_up(self, calls: Sequence[Call]) -> None:
+        """Operations that give something back to the server. Never raises; waits briefly or not at all."""
+        if calls and self._rpc is not None and self.pid == os.getpid():
+            self._clean_up(self._rpc, calls)
 
-    def _clean_up(self, rpc: Rpc, operation: str, *args: Any) -> None:
+    def _clean_up(self, rpc: Rpc, calls: Sequence[Call]) -> None:
         if rpc.lost():
             return
         try:
             if self._stale:
                 # Not now: a server that is only slow has not even done yet what is to be undone.
-                self._owed.append((operation, args))
+                self._owed += calls
             else:
-                rpc.call(operation, *args, result=object, deadline=Deadline(CLEANUP_SECONDS))
+                rpc.call_many(calls, object, Deadline(CLEANUP_SECONDS))
         except KVCacheSDKError as exc:
             self.mark_stale()
-            log.warning("%s failed during clean-up (%s); the server drops the leftovers by itself", operation, exc)
+            names = ", ".join(sorted({operation for operation, _ in calls}))
+            log.warning("%s failed during clean-up (%s); the server drops the leftovers by itself", names, exc)
 
 
 def _shorter(deadline: Deadline) -> Deadline:

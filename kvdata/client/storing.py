@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvdata.client.reading import readable_chunks
+from kvdata.client.reading import Leases, readable_chunks
 from kvdata.client.rpc import Deadline
 from kvdata.client.session import Session
 from kvdata.client.transfer import write
@@ -33,17 +33,15 @@ def store_chunks(session: Session, kv: torch.Tensor, ids: list[int], salt: str, 
     patience = Deadline(min(_FULL_POOL_SECONDS, deadline.remaining()))
     while True:
         written: list[int | None] = []
-        with session.sequence(ids, salt) as request:
-            present = session.lookup(request, deadline)
-            try:
-                if present < chunks:
-                    # The lookup's locks keep the chunks before `present` from being evicted meanwhile.
-                    written = [
-                        write(session, request, part, present, worker, deadline)
-                        for worker, part in enumerate(kv.chunk(session.world_size, dim=-1))
-                    ]
-            finally:
-                session.release(request, present)
+        with Leases(session, [(ids, salt)]) as leases:
+            (lease,) = leases.look_up(deadline).each
+            present = lease.chunks or 0
+            if present < chunks:
+                # The lookup's locks keep the chunks before `present` from being evicted meanwhile.
+                written = [
+                    write(session, lease.request, part, present, worker, deadline)
+                    for worker, part in enumerate(kv.chunk(session.world_size, dim=-1))
+                ]
         if present == chunks:
             return StoreReport(chunks, 0, chunks, 0)
         readable = readable_chunks(session, ids, salt, deadline)

@@ -5,8 +5,6 @@ Each transfer reads a locked hit as one tensor per chunk and writes a tensor's m
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import pairwise
 
 import torch
@@ -27,33 +25,26 @@ class Vanished(KVCacheSDKError):
     """A locked hit was no longer there when it was to be read (lock expired or forced clear)."""
 
 
-@contextmanager
-def reading(
-    session: Session, request: Request, chunks: int, worker: int, deadline: Deadline
-) -> Iterator[list[torch.Tensor]]:
-    """One worker's first ``chunks`` chunks as flat tensors: views of the pool (valid inside the block) or copies.
+def chunk_tensors(session: Session, reply: PreparedRetrieve, chunks: int) -> list[torch.Tensor]:
+    """One worker's chunks out of a successful reply, as flat tensors: views of the pool, or copies.
 
-    The chunks must have been locked by a lookup of the same request; the block's end releases them.
+    Views are valid until their locks are released.
     """
-    key = request.key(stop=chunks, worker=worker)
-    try:
-        reply = session.call("prepare_retrieve", key, session.instance_id, result=PreparedRetrieve, deadline=deadline)
-        if reply is None:
-            raise ProtocolError("prepare_retrieve answered nothing")
-    except BaseException as exc:
-        session.failed(exc)
-        _commit_read(session, request, chunks, worker)  # releases what the server may have recorded, else does nothing
-        raise
-    if not reply.success:  # the failing call has released the locks itself
-        raise Vanished(f"{chunks} chunks of {request.model_name} vanished between lookup and retrieve")
-    try:
-        yield (
-            _read_slots(session, reply.context.slots, chunks)
-            if session.pool
-            else _read_pickle(session, reply.data, chunks)
-        )
-    finally:
-        _commit_read(session, request, chunks, worker)
+    if session.pool is None:
+        numel = session.shard.token_bytes // session.shard.dtype.itemsize * session.chunk_size
+        return [chunk.flatten() for chunk in tensors.loads(reply.data, session.shard.dtype, numel, chunks)]
+    slots = reply.context.slots
+    if len(slots) != chunks:
+        raise ProtocolError(f"prepare_retrieve answered {len(slots)} slots for {chunks} chunks")
+    return _map_slots(session, slots)
+
+
+def check_pool(session: Session, operation: str) -> None:
+    """`ConnectionLost` when the pool that is mapped here is not the server's any more."""
+    # A restarted server has a new segment of the same name; the old mapping would be read or written in vain.
+    if session.pool is not None and not session.pool.is_current():
+        session.mark_stale()
+        raise ConnectionLost(f"{operation}: the server's shared memory was replaced; it must have restarted")
 
 
 def write(
@@ -80,9 +71,9 @@ def _write_slots(
     key = request.key(start, worker=worker)
     missing = list(range(start, request.chunks))
     try:
-        reply = session.call("prepare_store", key, session.instance_id, result=PreparedStore, deadline=deadline)
-    except BaseException as exc:
-        session.failed(exc)
+        with session.waiting():
+            reply = session.call("prepare_store", key, session.instance_id, result=PreparedStore, deadline=deadline)
+    except BaseException:
         session.abort(request, missing, worker)  # the reply may be lost with slots reserved
         raise
     if reply is None or not reply.context.slots:
@@ -94,7 +85,7 @@ def _write_slots(
             raise ProtocolError(f"prepare_store answered {len(slots)} slots for the chunks {reserved}")
         for index, slot in zip(reserved, slots, strict=True):
             session.shard.encode(_chunk(session, kv, index), slot)
-        _check_pool(session, "store")
+        check_pool(session, "store")
         done = session.call("commit_store", key, session.instance_id, b"", result=bool, deadline=deadline)
     except BaseException:
         session.abort(request, [i for i in reserved if i in missing], worker)
@@ -121,19 +112,6 @@ def _write_pickle(
         raise StoreFailed(f"the server refused {len(chunks)} chunks of {request.model_name}; see its log")
 
 
-def _read_slots(session: Session, slots: list[Slot], chunks: int) -> list[torch.Tensor]:
-    if len(slots) != chunks:
-        raise ProtocolError(f"prepare_retrieve answered {len(slots)} slots for {chunks} chunks")
-    views = _map_slots(session, slots)
-    _check_pool(session, "retrieve")
-    return views
-
-
-def _read_pickle(session: Session, data: bytes, chunks: int) -> list[torch.Tensor]:
-    numel = session.shard.token_bytes // session.shard.dtype.itemsize * session.chunk_size
-    return [chunk.flatten() for chunk in tensors.loads(data, session.shard.dtype, numel, chunks)]
-
-
 def _map_slots(session: Session, slots: list[Slot]) -> list[torch.Tensor]:
     assert session.pool is not None
     want = session.shard.token_bytes * session.chunk_size
@@ -151,14 +129,3 @@ def _map_slots(session: Session, slots: list[Slot]) -> list[torch.Tensor]:
         except ValueError as exc:
             raise ProtocolError(f"the server handed out a slot outside its pool: {exc}") from exc
     return views
-
-
-def _check_pool(session: Session, operation: str) -> None:
-    # A restarted server has a new segment of the same name; the old mapping would be read or written in vain.
-    if session.pool is not None and not session.pool.is_current():
-        session.mark_stale()
-        raise ConnectionLost(f"{operation}: the server's shared memory was replaced; it must have restarted")
-
-
-def _commit_read(session: Session, request: Request, chunks: int, worker: int) -> None:
-    session.clean_up("commit_retrieve", request.key(stop=chunks, worker=worker), session.instance_id)

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 from kvdata.client.connection import Connection
 from kvdata.client.context import KVCacheContext
-from kvdata.client.reading import Layers
+from kvdata.client.selection import Index
 from kvdata.datasets.prefixes import Prefixes, PrefixRecord
 from kvdata.errors import InvalidRequest, MissingKV
 from kvdata.layout import KVLayout
@@ -72,7 +72,7 @@ class KVCacheDataset(Dataset[Sample]):
         cache_salt: str = "",
         on_missing: Literal["raise", "skip"] = "raise",
         min_hit_tokens: int | None = None,
-        layers: Layers = None,
+        layers: Index = None,
         dtype: torch.dtype | None = None,
         transform: Callable[[Sample], Sample] | None = None,
     ) -> None:

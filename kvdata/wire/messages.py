@@ -8,11 +8,12 @@ structs travel as maps. Operation numbers moved between releases; the table belo
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
 Release = tuple[int, int, int]
+Ids = TypeVar("Ids")
 
 NEWEST: Release = (0, 5, 6)
 
@@ -59,13 +60,16 @@ def operation_numbers(release: Release) -> dict[str, int]:
     return {name: n for name, n in zip(_OPERATIONS, numbers[-1], strict=True) if n is not None}
 
 
-class CacheKey(msgspec.Struct, frozen=True):
-    """Addresses the chunks of a token range: which model, which tokens, which isolation domain (salt)."""
+class Key(msgspec.Struct, Generic[Ids], frozen=True):
+    """Addresses the chunks of a token range: which model, which tokens, which isolation domain (salt).
+
+    A client's token ids are `msgspec.Raw`: encoded once for all operations on a sequence.
+    """
 
     model_name: str
     world_size: int
     worker_id: int | None
-    token_ids: list[int]
+    token_ids: Ids
     start: int
     end: int
     request_id: str
@@ -73,7 +77,7 @@ class CacheKey(msgspec.Struct, frozen=True):
     request_configs: dict[str, Any] | None = None
     num_kv_readers: int = 1
 
-    def identity(self) -> tuple[object, ...]:
+    def identity(self: Key[list[int]]) -> tuple[object, ...]:
         """What a server compares to match a commit with its prepare."""
         return (
             self.model_name,
@@ -84,6 +88,9 @@ class CacheKey(msgspec.Struct, frozen=True):
             self.end,
             self.cache_salt,
         )
+
+
+CacheKey = Key[list[int]]
 
 
 class Registration(msgspec.Struct):

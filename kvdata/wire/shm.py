@@ -36,13 +36,14 @@ class MappedPool:
     Args:
         name: the segment's name as the server reports it.
         size: its size in bytes as the server reports it.
+        prefault: map all of its pages now instead of each at its first use.
 
     Raises:
         OSError: it cannot be opened, or is smaller than reported.
         ValueError: the name is not one of a segment.
     """
 
-    def __init__(self, name: str, size: int) -> None:
+    def __init__(self, name: str, size: int, prefault: bool = False) -> None:
         self.path = pool_path(name)
         fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
@@ -50,7 +51,7 @@ class MappedPool:
             if found.st_size < size or size <= 0:
                 raise OSError(f"{self.path} has {found.st_size} bytes, the server reported {size}")
             self._identity = (found.st_dev, found.st_ino)
-            self._map = mmap.mmap(fd, size)
+            self._map = mmap.mmap(fd, size, mmap.MAP_SHARED | (mmap.MAP_POPULATE if prefault else 0))
         finally:
             os.close(fd)
         self.size = size

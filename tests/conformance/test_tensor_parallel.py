@@ -53,8 +53,9 @@ def test_what_the_workers_of_an_engine_wrote_is_read_as_one(ctx, server):
     workers = [Session(ctx.connection) for _ in range(2)]
     for rank, (session, part) in enumerate(zip(workers, kv.chunk(2, dim=-1), strict=True)):
         assert ctx.lookup(tokens) == 0  # not before the last worker has stored
-        with session.sequence(tokens, "") as request:
-            write(session, request, part, 0, rank, Deadline(10))
+        request = session.request(tokens, "")
+        write(session, request, part, 0, rank, Deadline(10))
+        session.clean_up([("end_session", (request.request_id,))])
     assert ctx.lookup(tokens) == 128
     assert torch.equal(ctx.retrieve(tokens), kv)
     for session in workers:

@@ -9,6 +9,7 @@ import torch
 
 from kvdata import KVLayout
 from kvdata.errors import GeometryMismatch, InvalidRequest
+from kvdata.layout import Part
 
 
 def test_layouts_check_themselves_and_survive_json():
@@ -65,7 +66,7 @@ def test_amx_chunks_are_decoded_whatever_the_head_size(size):
     layout.encode(kv.flatten(3), back)
     assert torch.equal(back, chunk)
     one = torch.empty(2, 1, 64, 2 * size)
-    layout.decode(chunk, one, layer=1)
+    layout.decode(chunk, one, Part(layers=slice(1, 2)))
     assert torch.equal(one, kv[:, 1:2].flatten(3))
 
 
@@ -99,7 +100,7 @@ def test_vllm_cpu_chunks_are_decoded_whatever_the_head_size(size):
     layout.decode(chunk.flatten(), found)
     assert torch.equal(found, kv.flatten(3))
     one = torch.empty(2, 1, 48, 2 * size)
-    layout.decode(chunk, one, layer=1)
+    layout.decode(chunk, one, Part(layers=slice(1, 2)))
     assert torch.equal(one, found[:, 1:2])
     back = torch.empty_like(chunk)
     layout.encode(found, back)
