@@ -222,8 +222,8 @@ class KVLayout:
         return chunk.view(2, self.num_layers, tokens, self.num_kv_heads, self.head_dim)
 
     def heads(self, kv: torch.Tensor) -> torch.Tensor:
-        """``[2, L, T, D]`` -> view ``[2, L, T, H, S]``."""
-        return kv.view(*kv.shape[:-1], self.num_kv_heads, self.head_dim)
+        """``[2, L, T, D]`` -> view ``[2, L, T, H, S]``, of however many heads."""
+        return kv.view(*kv.shape[:-1], kv.shape[-1] // self.head_dim, self.head_dim)
 
     def check(self, kv: torch.Tensor) -> None:
         """Raise `GeometryMismatch` unless ``kv`` is a CPU ``[2, L, T, D]`` tensor of this layout."""

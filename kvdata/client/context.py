@@ -179,7 +179,8 @@ class KVCacheContext:
             ServerError: see `kvdata.errors`.
         """
         selection = Selection(layers, heads, window, kinds)
-        return self.retrieve_many([tokens], cache_salt, selection, lambda hits: [out])[0]
+        outs = None if out is None else lambda hits: [out]
+        return self.retrieve_many([tokens], cache_salt, selection, outs)[0]
 
     def retrieve_many(
         self,
@@ -194,15 +195,15 @@ class KVCacheContext:
             prefixes: token ids of each.
             cache_salt: one for all, or one each.
             selection: what to copy of each.
-            outs: gets the hits in tokens, once, and returns where to copy each one to; see ``out`` of `retrieve`. A
-                hit of 0 is not copied.
+            outs: gets the hits in tokens, once, and returns where to copy each one to (see ``out`` of `retrieve`), or
+                None for one that is not wanted.
         """
         with self._leased("retrieve", self._wanted(prefixes, cache_salt), selection) as leases:
             hits = [lease.hit for lease in leases]
             targets = outs(hits) if outs else [None] * len(hits)
             layout = self.layout
             found = [
-                gather(lease, layout, selection, out) if lease.hit else None
+                gather(lease, layout, selection, out) if lease.hit and (out is not None or not outs) else None
                 for lease, out in zip(leases, targets, strict=True)
             ]
         for kv in found:

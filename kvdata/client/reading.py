@@ -154,6 +154,8 @@ def gather(lease: Lease, layout: KVLayout, selection: Selection, out: torch.Tens
     """Copy the selected part of a lease's chunks into one ``[2', L', T', D']`` tensor: each byte is moved once."""
     shape = selection.shape(layout, lease.hit)
     out = torch.empty(shape, dtype=layout.dtype) if out is None else _fitting(out, shape)
+    if not lease.span:
+        return out
     tokens, size = selection.tokens(lease.hit), lease.request.chunk_size
     shard = layout.shard(len(lease.workers))
     heads = list(runs(selection.head_numbers(layout), shard.num_kv_heads))

@@ -297,7 +297,10 @@ class Session:
                 # Not now: a server that is only slow has not even done yet what is to be undone.
                 self._owed += calls
             else:
-                rpc.call_many(calls, object, Deadline(CLEANUP_SECONDS))
+                # A server's workers may overtake each other: a release after its session's end begins the session anew.
+                for last in (False, True):
+                    now = [call for call in calls if (call[0] == "end_session") is last]
+                    rpc.call_many(now, object, Deadline(CLEANUP_SECONDS))
         except KVCacheSDKError as exc:
             self.mark_stale()
             names = ", ".join(sorted({operation for operation, _ in calls}))

@@ -1,18 +1,25 @@
 """Datasets over cached KV."""
 
 from kvdata.datasets.collate import KVBatch, collate
-from kvdata.datasets.kvcache import Coverage, KVCacheDataset, Sample
+from kvdata.datasets.kvcache import Coverage, KVCacheDataset
+from kvdata.datasets.loader import KVLoader
 from kvdata.datasets.manifest import Manifest, Written
 from kvdata.datasets.prefixes import Prefixes, PrefixRecord
+from kvdata.datasets.refill import Refill
+from kvdata.datasets.sample import Sample
+from kvdata.datasets.samplers import KVBatchSampler
 from kvdata.datasets.workers import worker_init_fn
 
 __all__ = [
     "Coverage",
     "KVBatch",
+    "KVBatchSampler",
     "KVCacheDataset",
+    "KVLoader",
     "Manifest",
     "PrefixRecord",
     "Prefixes",
+    "Refill",
     "Sample",
     "Written",
     "collate",

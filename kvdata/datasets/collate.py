@@ -7,9 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
+import numpy as np
 import torch
+
+from kvdata.datasets.ring import receive, send
 
 
 @dataclass
@@ -21,9 +25,11 @@ class KVBatch:
         tokens: ``[B, T]`` int64.
         mask: ``[B, T]`` bool, True at real tokens.
         lengths: ``[B]`` tokens of each prefix.
+        start: ``[B]`` position of each row's first token in its prefix; 0 unless a window was asked for.
         index: ``[B]`` position of each sample in the dataset.
         continuation: ``[B, N]`` int64.
         continuation_mask: ``[B, N]`` bool.
+        salts: each sample's salt.
         meta: each sample's labels.
     """
 
@@ -31,9 +37,11 @@ class KVBatch:
     tokens: torch.Tensor
     mask: torch.Tensor
     lengths: torch.Tensor
+    start: torch.Tensor
     index: torch.Tensor
     continuation: torch.Tensor
     continuation_mask: torch.Tensor
+    salts: list[str]
     meta: list[dict[str, Any]]
 
     def __len__(self) -> int:
@@ -70,9 +78,11 @@ def collate(samples: Sequence[dict[str, Any]]) -> KVBatch:
         tokens=tokens,
         mask=mask,
         lengths=torch.tensor(lengths),
+        start=torch.tensor([sample["start"] for sample in samples]),
         index=torch.tensor([sample["index"] for sample in samples]),
         continuation=continuation,
         continuation_mask=continuation_mask,
+        salts=[sample["salt"] for sample in samples],
         meta=[sample["meta"] for sample in samples],
     )
 
@@ -88,7 +98,7 @@ def _pad(rows: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _stack(caches: Sequence[torch.Tensor], longest: int) -> torch.Tensor:
-    """``[2, L, T_i, D]`` tensors to ``[B, 2, L, longest, D]``."""
+    """``[2, L, T_i, D]`` tensors to ``[B, 2, L, longest, D]``; the first axis is 1 where only K or V was read."""
     first = caches[0]
     shared = _common_buffer(caches, longest)
     if shared is None:
@@ -103,7 +113,7 @@ def _stack(caches: Sequence[torch.Tensor], longest: int) -> torch.Tensor:
 def _common_buffer(caches: Sequence[torch.Tensor], longest: int) -> torch.Tensor | None:
     """The buffer of which all ``caches`` are consecutive rows, or None."""
     first = caches[0]
-    step = 2 * first.stride(0)
+    step = first.shape[0] * first.stride(0)
     storage = first.untyped_storage()
     fits = first.storage_offset() + len(caches) * step <= storage.nbytes() // first.element_size()
     if not fits or longest * first.shape[3] > first.stride(1) or first.stride(0) != first.shape[1] * first.stride(1):
@@ -114,3 +124,21 @@ def _common_buffer(caches: Sequence[torch.Tensor], longest: int) -> torch.Tensor
             return None
     shape = (len(caches), *first.shape[:2], longest, first.shape[3])
     return torch.as_strided(first, shape, (step, *first.stride()), first.storage_offset())
+
+
+def _reduce(batch: KVBatch) -> tuple[Any, ...]:
+    """A batch on its way between processes: its cache by number where it lies in a worker's ring, the rest by value."""
+    small = {f.name: getattr(batch, f.name) for f in fields(batch) if f.name != "kv"}
+    small = {name: value.numpy() if isinstance(value, torch.Tensor) else value for name, value in small.items()}
+    sent = send(batch.kv)
+    return (_rebuild, (sent, None if sent else batch.kv, small))
+
+
+def _rebuild(sent: tuple[Any, ...] | None, kv: torch.Tensor | None, small: dict[str, Any]) -> KVBatch:
+    values: dict[str, Any] = {"kv": receive(*sent) if sent else kv}
+    for name, value in small.items():
+        values[name] = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+    return KVBatch(**values)
+
+
+ForkingPickler.register(KVBatch, _reduce)

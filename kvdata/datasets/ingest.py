@@ -17,13 +17,10 @@ import numpy as np
 from kvdata.client.connection import Connection
 from kvdata.client.context import KVCacheContext
 from kvdata.datasets.prefixes import Prefixes, PrefixRecord, Tokenizer, json_lines
+from kvdata.datasets.refill import ONE_TOKEN, Complete
 from kvdata.errors import InvalidRequest, KVCacheSDKError, ServerUnreachable, UnknownPacking
 
-# A completion: prompt token ids, sampling parameters, salt -> events, as `kvdata.engines.openai.openai_completion`.
-Complete: TypeAlias = Callable[[list[int], dict[str, Any], str], Iterable[object]]
 Progress: TypeAlias = Callable[[Iterable[Any], int], Iterable[Any]]
-
-_ONE_TOKEN = {"max_tokens": 1, "temperature": 0.0}
 
 
 @dataclass
@@ -132,7 +129,7 @@ def ingest(
         if unreachable.is_set():
             return place, ServerUnreachable("not sent: the engine could not be reached")
         try:
-            for _ in complete(record.tokens.tolist(), dict(_ONE_TOKEN), record.salt_or(cache_salt)):
+            for _ in complete(record.tokens.tolist(), dict(ONE_TOKEN), record.salt_or(cache_salt)):
                 pass
         except KVCacheSDKError as exc:
             if type(exc) is ServerUnreachable:  # and not a connection that broke, which says nothing of the next

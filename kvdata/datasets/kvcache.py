@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
-import numpy as np
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, get_worker_info
 
 from kvdata.client.connection import Connection
 from kvdata.client.context import KVCacheContext
-from kvdata.client.selection import Index
+from kvdata.client.selection import Index, Selection
+from kvdata.datasets.buffers import Buffers
+from kvdata.datasets.counters import Counters
 from kvdata.datasets.prefixes import Prefixes, PrefixRecord
-from kvdata.errors import InvalidRequest, MissingKV
+from kvdata.datasets.refill import Complete, Prefiller, Refill
+from kvdata.datasets.retry import with_retries
+from kvdata.datasets.ring import worker_ring
+from kvdata.datasets.sample import Sample, make_sample
+from kvdata.errors import InvalidRequest, KVCacheSDKError, MissingKV
 from kvdata.layout import KVLayout
 
-Sample = dict[str, Any]
+Allocate: TypeAlias = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
+
+_LOOKUPS_TOGETHER = 64
+# A dataset that skips says so only after this many samples: a few missing ones in a row are no trend.
+_SKIPS_ALLOWED = 16
+# How many other prefixes are looked at for each one that is missing.
+_SUBSTITUTES_TRIED = 32
 
 
 @dataclass(frozen=True)
@@ -37,22 +50,28 @@ class Coverage:
 class KVCacheDataset(Dataset[Sample]):
     """One sample per prefix, its KV fetched from the server when asked for.
 
-    A sample is ``{"kv": [2, L', T, D], "tokens": [T], "index": int, "hit_tokens": int,
-    "continuation": [N], "meta": dict}`` where ``T = hit_tokens`` is a whole number of chunks.
+    A sample is ``{"kv": [2', L', T, D'], "tokens": [T], "index": int, "start": int, "hit_tokens": int,
+    "continuation": [N], "salt": str, "meta": dict}``. Unless a ``window`` is asked for, ``start = 0`` and
+    ``T = hit_tokens``, a whole number of chunks.
 
     The dataset holds no connection until its first item and pickles none: pass it to
     ``DataLoader(..., num_workers=N, collate_fn=kvdata.datasets.collate,
-    worker_init_fn=kvdata.datasets.worker_init_fn)`` under any start method.
+    worker_init_fn=kvdata.datasets.worker_init_fn)`` under any start method, or to a `KVLoader`.
 
     Args:
         prefixes: `Prefixes`, or what `Prefixes.of` takes. Their layout is used when none is given.
         url, http_url, model_name, timeout, layout, packing, model_config: as in `Connection`.
         connection: all of these in one object.
         cache_salt: salt of the records that carry none.
-        on_missing: ``"raise"`` `MissingKV`, or ``"skip"`` the item within its batch.
+        on_missing: ``"raise"`` `MissingKV`; ``"skip"``: another cached prefix, no longer than the batch's longest,
+            takes the missing one's place (the next in the dataset's order that no place of the batch has), so that
+            batches stay full; ``"refill"``: ``refill`` computes it again.
+        skip_limit: share of the samples that may be missing with ``"skip"``, over `_SKIPS_ALLOWED`; more raise.
+        refill: engine for ``"refill"``: a `Refill`, or what it takes. DataLoader workers get a copy.
+        retries: how often to repeat after a transient error of the server, waiting longer each time.
         min_hit_tokens: accept a partial hit of at least this many tokens; by default all whole chunks of
             the prefix must be there.
-        layers: layer indices or a slice; only these are copied.
+        layers, heads, window, kinds: as in `Selection`; only this part is copied.
         dtype: convert the samples' KV to this dtype.
         transform: function of a sample, applied last, in the worker.
     """
@@ -70,9 +89,15 @@ class KVCacheDataset(Dataset[Sample]):
         *,
         connection: Connection | None = None,
         cache_salt: str = "",
-        on_missing: Literal["raise", "skip"] = "raise",
+        on_missing: Literal["raise", "skip", "refill"] = "raise",
+        skip_limit: float = 0.5,
+        refill: Refill | Prefiller | Complete | None = None,
+        retries: int = 0,
         min_hit_tokens: int | None = None,
         layers: Index = None,
+        heads: Index = None,
+        window: slice | None = None,
+        kinds: Sequence[str] = ("k", "v"),
         dtype: torch.dtype | None = None,
         transform: Callable[[Sample], Sample] | None = None,
     ) -> None:
@@ -86,53 +111,96 @@ class KVCacheDataset(Dataset[Sample]):
             raise InvalidRequest("give either connection= or url and http_url, not both")
         if connection.layout is None and self.prefixes.layout is not None:
             connection = replace(connection, layout=self.prefixes.layout)
-        if on_missing not in ("raise", "skip"):
-            raise InvalidRequest(f"on_missing must be 'raise' or 'skip', got {on_missing!r}")
+        if on_missing not in ("raise", "skip", "refill"):
+            raise InvalidRequest(f"on_missing must be 'raise', 'skip' or 'refill', got {on_missing!r}")
+        if (on_missing == "refill") != (refill is not None):
+            raise InvalidRequest("on_missing='refill' and refill=ENGINE belong together")
         self.connection = connection
         self.cache_salt = cache_salt
         self.on_missing = on_missing
+        self.skip_limit = skip_limit
+        self.refill = refill if refill is None or isinstance(refill, Refill) else Refill(refill)
+        self.retries = retries
         self.min_hit_tokens = min_hit_tokens
-        self.layers = layers
+        self.selection = Selection(layers, heads, window, kinds)
         self.dtype = dtype
         self.transform = transform
-        self.context = KVCacheContext(connection)  # lazy, fork-aware, and pickles as its connection
+        self._counters = Counters()
+        self._reset()
+
+    def _reset(self) -> None:
+        self.context = KVCacheContext(self.connection)  # lazy, fork-aware, and pickles as its connection
+        self._buffers = Buffers()
 
     def __len__(self) -> int:
         return len(self.prefixes)
 
-    def __getitem__(self, index: int) -> Sample:
-        sample = self._fetch(index, self.prefixes[index], None)
-        if sample is None:
-            raise MissingKV(f"prefix {index} is not cached; on_missing='skip' drops items only within a batch")
+    def __getitem__(self, index: Any) -> Any:
+        """One sample; or a batch of them for a list of indices, as a DataLoader without ``batch_size`` asks."""
+        if isinstance(index, Sequence):
+            return self.__getitems__(index)
+        (sample,) = self.fetch([index], lambda shape, dtype: torch.empty(shape, dtype=dtype), substitutes=False)
         return sample
 
     def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
         """A batch of samples whose ``kv`` are views of one buffer; `collate` then copies nothing."""
+        return self.fetch(indices, self._buffers if get_worker_info() is None else worker_ring())
+
+    def fetch(self, indices: Sequence[int], allocate: Allocate, substitutes: bool = True) -> list[Sample]:
+        """A batch of samples whose ``kv`` are rows of the buffer that ``allocate(shape, dtype)`` returns.
+
+        Raises `MissingKV` as ``on_missing`` says, and when nothing is left of the batch.
+        """
+        started = time.perf_counter()
         records = [self.prefixes[i] for i in indices]
-        chunk = self.context.chunk_size
-        longest = max((len(r.tokens) // chunk * chunk for r in records), default=0)
         layout = self.context.layout
-        layers = layout.num_layers if self.layers is None else len(_selected(self.layers, layout.num_layers))
-        buffer = torch.empty(len(records), 2, layers, longest, layout.hidden, dtype=self.dtype or layout.dtype)
-        samples: list[Sample] = []
-        for index, record in zip(indices, records, strict=True):
-            sample = self._fetch(index, record, buffer[len(samples)])
-            if sample is not None:
-                samples.append(sample)
+        longest = max((self._whole(record) for record in records), default=0)
+        shape = (len(records), *self.selection.shape(layout, longest))
+        rows = list(allocate(shape, self.dtype or layout.dtype))
+        samples = self._read(dict(enumerate(zip(indices, records, strict=True))), rows)
+        missing = {place: indices[place] for place in range(len(indices)) if place not in samples}
+        if missing and self.on_missing == "refill":
+            samples.update(self._refilled(missing, rows))
+        elif missing:
+            self._counters.add(skipped=len(missing))
+            self._check_skipped(len(indices))
+            if substitutes:
+                samples.update(self._substitutes(indices, missing, longest, rows))
+        self._counters.add(samples=len(samples), fetch_seconds=time.perf_counter() - started)
         if not samples:
             raise MissingKV(
                 f"none of a batch's {len(indices)} prefixes is cached on {self.connection.http_url}; see coverage()"
             )
-        return samples
+        found = [samples[place] for place in sorted(samples)]
+        return found if self.transform is None else [self.transform(sample) for sample in found]
+
+    def batch_bytes(self, indices: Sequence[int]) -> int:
+        """Size of the buffer that `fetch` allocates for these indices."""
+        layout = self.context.layout
+        longest = max((self._whole(self.prefixes[i]) for i in indices), default=0)
+        elements = math.prod(self.selection.shape(layout, longest))
+        return len(indices) * elements * (self.dtype or layout.dtype).itemsize
 
     def coverage(self) -> Coverage:
         """Look every prefix up, without reading any KV: what a training run would find now."""
         found = Coverage()
-        for index, record in enumerate(self.prefixes):
-            hit = self.context.lookup(record.tokens, self._salt(record))
-            complete = hit and hit >= self._needed(record)
-            (found.hit if complete else found.partial if hit else found.missing).append(index)
+        for start in range(0, len(self), _LOOKUPS_TOGETHER):
+            records = self.prefixes[start : start + _LOOKUPS_TOGETHER]
+            hits = self.context.lookup_many([r.tokens for r in records], [self._salt(r) for r in records])
+            for index, (record, hit) in enumerate(zip(records, hits, strict=True), start):
+                complete = hit and hit >= self._needed(record)
+                (found.hit if complete else found.partial if hit else found.missing).append(index)
         return found
+
+    def stats(self) -> dict[str, float]:
+        """Counts since the dataset was made, over this process and its DataLoader workers.
+
+        ``samples`` delivered; ``hits``, ``partial_hits`` and ``misses`` of the prefixes asked for; ``skipped`` and
+        ``substituted``, ``refilled``, ``retries``; ``bytes`` copied; ``fetch_seconds`` spent, summed over threads and
+        workers, and ``gb_per_s``: bytes over these.
+        """
+        total = self._counters.total()
+        return {**total, "gb_per_s": total["bytes"] / 1e9 / max(total["fetch_seconds"], 1e-9)}
 
     def open(self) -> None:
         """Connect now; `worker_init_fn` calls it so that errors show up before the first batch."""
@@ -141,51 +209,116 @@ class KVCacheDataset(Dataset[Sample]):
     def close(self) -> None:
         """Un-register from the server and disconnect this process; the next item connects anew."""
         self.context.close()
-        self.context = KVCacheContext(self.connection)
+        self._reset()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key != "context"}
+        return {key: value for key, value in self.__dict__.items() if key not in ("context", "_buffers")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.context = KVCacheContext(self.connection)
+        self._reset()
 
     def _salt(self, record: PrefixRecord) -> str:
         return record.salt_or(self.cache_salt)
 
-    def _needed(self, record: PrefixRecord) -> int:
+    def _whole(self, record: PrefixRecord) -> int:
+        """Tokens of a prefix's whole chunks."""
         chunk = self.context.chunk_size
-        whole = len(record.tokens) // chunk * chunk
+        return len(record.tokens) // chunk * chunk
+
+    def _needed(self, record: PrefixRecord) -> int:
+        whole = self._whole(record)
         return whole if self.min_hit_tokens is None else min(self.min_hit_tokens, whole)
 
-    def _fetch(self, index: int, record: PrefixRecord, out: torch.Tensor | None) -> Sample | None:
-        kv = self.context.retrieve(record.tokens, self._salt(record), layers=self.layers, out=out)
-        hit = 0 if kv is None else kv.shape[2]
-        if kv is None or hit < self._needed(record):
-            if self.on_missing == "skip":
-                return None
+    def _read(
+        self, wanted: Mapping[int, tuple[int, PrefixRecord]], rows: Sequence[torch.Tensor], counted: bool = True
+    ) -> dict[int, Sample]:
+        """Samples of those that are cached, by place in the batch; ``wanted`` has index and record of each place."""
+        places, records = list(wanted), [record for _, record in wanted.values()]
+        hits: list[int] = []
+
+        def targets(found: list[int]) -> list[torch.Tensor | None]:
+            hits[:] = found
+            accepted = [hit > 0 and hit >= self._needed(r) for hit, r in zip(found, records, strict=True)]
+            return [rows[place] if good else None for place, good in zip(places, accepted, strict=True)]
+
+        def read() -> list[torch.Tensor | None]:
+            salts = [self._salt(record) for record in records]
+            return self.context.retrieve_many([r.tokens for r in records], salts, self.selection, targets)
+
+        caches = with_retries(read, self.retries, lambda: self._counters.add(retries=1))
+        if counted:
+            self._count(hits, records)
+        samples = {}
+        for (place, (index, record)), hit, kv in zip(wanted.items(), hits, caches, strict=True):
+            if kv is not None:
+                self._counters.add(bytes=kv.numel() * self.context.layout.dtype.itemsize)
+                samples[place] = make_sample(kv, index, record, hit, self._salt(record), self.selection)
+            elif self.on_missing == "raise":
+                raise self._missing(index, record, hit)
+        return samples
+
+    def _count(self, hits: Sequence[int], records: Sequence[PrefixRecord]) -> None:
+        whole = [self._whole(record) for record in records]
+        self._counters.add(
+            hits=sum(hit >= full for hit, full in zip(hits, whole, strict=True) if full),
+            partial_hits=sum(0 < hit < full for hit, full in zip(hits, whole, strict=True)),
+            misses=sum(not hit for hit in hits),
+        )
+
+    def _missing(self, index: int, record: PrefixRecord, hit: int) -> MissingKV:
+        return MissingKV(
+            f"prefix {index}: {hit} of {len(record.tokens)} tokens are cached on {self.connection.http_url} "
+            f"({self._needed(record)} needed, salt {self._salt(record)!r}); ingest it again, allow less with "
+            "min_hit_tokens=, or see on_missing="
+        )
+
+    def _refilled(self, missing: Mapping[int, int], rows: Sequence[torch.Tensor]) -> dict[int, Sample]:
+        """The missing places (index by place), after an engine has computed them again."""
+        assert self.refill is not None
+        wanted = {place: (index, self.prefixes[index]) for place, index in missing.items()}
+        for index, record in wanted.values():
+            try:
+                self.refill(self.context, index, record.tokens.tolist(), self._salt(record))
+            except KVCacheSDKError as exc:
+                raise MissingKV(f"prefix {index} was missing and could not be computed again: {exc}") from exc
+        samples = self._read(wanted, rows, counted=False)
+        for place, (index, record) in wanted.items():
+            if place not in samples:
+                raise self._missing(index, record, self.context.lookup(record.tokens, self._salt(record)))
+        self._counters.add(refilled=len(samples))
+        return samples
+
+    def _check_skipped(self, asked: int) -> None:
+        skipped = self._counters.own("skipped")
+        samples = self._counters.own("samples") + asked
+        if skipped > _SKIPS_ALLOWED and skipped > self.skip_limit * samples:
             raise MissingKV(
-                f"prefix {index}: {hit} of {len(record.tokens)} tokens are cached on {self.connection.http_url} "
-                f"({self._needed(record)} needed, salt {self._salt(record)!r}); ingest it again, allow less with "
-                "min_hit_tokens=, or on_missing='skip'"
+                f"{skipped:.0f} of {samples:.0f} samples are missing, more than skip_limit={self.skip_limit:g} allows: "
+                "ingest the prefixes again, or give the server more memory: see coverage()"
             )
-        sample: Sample = {
-            "kv": kv if self.dtype is None else kv.to(self.dtype),
-            "tokens": torch.from_numpy(record.tokens[:hit]),
-            "index": index,
-            "hit_tokens": hit,
-            "continuation": torch.from_numpy(_following(record, hit)),
-            "meta": record.meta,
-        }
-        return sample if self.transform is None else self.transform(sample)
 
+    def _substitutes(
+        self, indices: Sequence[int], missing: Mapping[int, int], longest: int, rows: Sequence[torch.Tensor]
+    ) -> dict[int, Sample]:
+        """Other cached prefixes for the missing places (index by place), as far as there are some."""
+        taken, found = set(indices), dict[int, Sample]()
+        candidates = {place: self._others(index, longest, taken) for place, index in missing.items()}
+        while len(found) < len(missing):
+            wanted = {}
+            for place in missing:
+                if place not in found and (index := next(candidates[place], None)) is not None:
+                    wanted[place] = (index, self.prefixes[index])
+            if not wanted:
+                break
+            found.update(self._read(wanted, rows, counted=False))
+        self._counters.add(substituted=len(found))
+        return found
 
-def _following(record: PrefixRecord, hit: int) -> np.ndarray:
-    """The true continuation of the ``hit`` cached tokens: it begins with the prefix's own tokens after them."""
-    if not len(record.continuation):
-        return record.continuation
-    return np.concatenate((record.tokens[hit:], record.continuation))
-
-
-def _selected(layers: Sequence[int] | slice, count: int) -> Sequence[int]:
-    return range(count)[layers] if isinstance(layers, slice) else layers
+    def _others(self, index: int, longest: int, taken: set[int]) -> Iterator[int]:
+        """Indices after ``index`` that no place has tried yet; marks each as taken."""
+        for step in range(1, min(len(self), _SUBSTITUTES_TRIED + 1)):
+            other = (index + step) % len(self)
+            if other not in taken and 0 < self._whole(self.prefixes[other]) <= longest:
+                taken.add(other)
+                yield other

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+from blake3 import blake3
 
 from kvdata.errors import InvalidRequest
 from kvdata.layout import KVLayout
@@ -89,6 +90,17 @@ class Prefixes(Sequence[PrefixRecord]):
 
     def __iter__(self) -> Iterator[PrefixRecord]:
         return (self[i] for i in range(len(self)))
+
+    def lengths(self) -> np.ndarray:
+        """Tokens of each prefix."""
+        return np.diff(self._tokens.offsets)
+
+    def digest(self) -> str:
+        """16 hex digits that tell these token ids and salts, in this order, from others."""
+        digest = blake3(self._tokens.offsets.tobytes())
+        digest.update(self._tokens.flat.tobytes())
+        digest.update(json.dumps(self._salts).encode())
+        return digest.hexdigest(8)
 
     def select(self, indices: Iterable[int]) -> Prefixes:
         """The records at ``indices``, with the same layout and model."""

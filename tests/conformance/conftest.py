@@ -112,8 +112,10 @@ def connect(server: Server) -> Iterator[Callable[..., KVCacheContext]]:
     """Open contexts on the server; closed at the end of the test."""
     opened: list[KVCacheContext] = []
 
-    def _connect(layout: KVLayout | None = LAYOUT, model: str = MODEL, timeout: float = 20.0) -> KVCacheContext:
-        opened.append(Connection(server.url, server.http_url, model, timeout, layout).connect())
+    def _connect(
+        layout: KVLayout | None = LAYOUT, model: str = MODEL, timeout: float = 20.0, **options: Any
+    ) -> KVCacheContext:
+        opened.append(Connection(server.url, server.http_url, model, timeout, layout, **options).connect())
         return opened[-1]
 
     yield _connect

@@ -93,14 +93,18 @@ def test_missing_prefixes_raise_are_skipped_or_counted(filled):
     with pytest.raises(MissingKV, match="prefix 4: 96 of 128 tokens are cached"):
         strict.__getitems__([0, 4])
     skipping = KVCacheDataset(extended, connection=connection, on_missing="skip")
-    assert [s["index"] for s in skipping.__getitems__([5, 4, 1])] == [1]
-    with pytest.raises(MissingKV, match="none of a batch's 2"):
-        skipping.__getitems__([4, 5])
-    with pytest.raises(MissingKV):
+    batch = collate(skipping.__getitems__([5, 4, 1]))  # the next ones in order that are not in the batch: 0 and 2
+    assert batch.index.tolist() == [0, 2, 1]
+    for row, index in enumerate(batch.index.tolist()):
+        assert torch.equal(batch.kv[row, :, :, : len(records[index]["tokens"])], caches[index])
+    with pytest.raises(MissingKV, match="none of a batch's 1"):
         skipping[5]
+    stats = skipping.stats()
+    assert (stats["samples"], stats["hits"], stats["partial_hits"], stats["misses"]) == (3, 1, 1, 2)
+    assert (stats["skipped"], stats["substituted"]) == (3, 2)
     partial = KVCacheDataset(extended, connection=connection, on_missing="skip", min_hit_tokens=96)
     batch = collate(partial.__getitems__([4, 5, 0]))
-    assert batch.lengths.tolist() == [96, 64]
+    assert (batch.index.tolist(), batch.lengths.tolist()) == ([4, 1, 0], [96, 96, 64])
     assert torch.equal(batch.kv[0, :, :, :96], caches[1])
     for data in (strict, skipping, partial):
         data.close()
@@ -202,7 +206,8 @@ def test_text_becomes_windows():
 
 def test_a_batch_moves_as_one():
     ones = torch.ones(1, 2, dtype=torch.int64)
-    batch = KVBatch(torch.ones(1, 2, 1, 2, 4), ones, ones.bool(), ones[0, :1], ones[0, :1], ones, ones.bool(), [{}])
+    one = ones[0, :1]
+    batch = KVBatch(torch.ones(1, 2, 1, 2, 4), ones, ones.bool(), one, one, one, ones, ones.bool(), [""], [{}])
     half = batch.to("cpu", torch.float16)
     assert half.kv.dtype == torch.float16
     assert half.tokens.dtype == torch.int64

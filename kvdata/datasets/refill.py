@@ -1,0 +1,58 @@
+"""Bringing an evicted prefix back: an engine computes its cache again."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+from torch import Tensor
+
+from kvdata.client.context import KVCacheContext
+
+# A completion: prompt token ids, sampling parameters, salt -> events, as `kvdata.engines.openai.openai_completion`.
+Complete: TypeAlias = Callable[[list[int], dict[str, Any], str], Iterable[object]]
+
+ONE_TOKEN = {"max_tokens": 1, "temperature": 0.0}
+
+
+@runtime_checkable
+class Prefiller(Protocol):
+    """Computes caches itself; `kvdata.engines.huggingface.HuggingFaceEngine` does."""
+
+    def prefill(self, tokens: list[int]) -> Tensor:
+        """``T`` token ids -> ``[2, L, T, D]``."""
+
+
+class Refill:
+    """Has an engine compute a prefix's cache and put it into the server, each prefix once at a time.
+
+    Args:
+        engine: a `Prefiller`, whose caches are stored here, or a completion, whose engine stores them itself.
+        settle_seconds: how long to wait for what an engine stores after its answer.
+    """
+
+    def __init__(self, engine: Prefiller | Complete, settle_seconds: float = 20.0) -> None:
+        self._engine = engine
+        self._settle = settle_seconds
+        self._locks: dict[int, threading.Lock] = {}
+        self._guard = threading.Lock()
+
+    def __call__(self, ctx: KVCacheContext, index: int, tokens: list[int], salt: str) -> int:
+        """Tokens of the prefix that the server holds afterwards."""
+        with self._guard:
+            lock = self._locks.setdefault(index, threading.Lock())
+        with lock:
+            whole = len(tokens) // ctx.chunk_size * ctx.chunk_size
+            found = ctx.lookup(tokens, salt)
+            if found >= whole:  # another thread has been here
+                return found
+            if isinstance(self._engine, Prefiller):
+                ctx.store(self._engine.prefill(tokens[:whole]), tokens[:whole], salt)
+                return ctx.lookup(tokens, salt)
+            for _ in self._engine(tokens, dict(ONE_TOKEN), salt):
+                pass
+            return ctx.wait_cached(tokens, salt, self._settle)
+
+    def __reduce__(self) -> tuple[type[Refill], tuple[Any, float]]:
+        return Refill, (self._engine, self._settle)
