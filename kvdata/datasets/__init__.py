@@ -1,19 +1,24 @@
 """Datasets over cached KV."""
 
 from kvdata.datasets.collate import KVBatch, collate
-from kvdata.datasets.kvcache import Coverage, KVCacheDataset, Sample
+from kvdata.datasets.kvcache import Coverage, KVCacheDataset
 from kvdata.datasets.manifest import Manifest, Written
 from kvdata.datasets.prefixes import Prefixes, PrefixRecord
+from kvdata.datasets.sample import Sample
+from kvdata.datasets.snapshot import KVSnapshotDataset, Snapshot, SnapshotReport
 from kvdata.datasets.workers import worker_init_fn
 
 __all__ = [
     "Coverage",
     "KVBatch",
     "KVCacheDataset",
+    "KVSnapshotDataset",
     "Manifest",
     "PrefixRecord",
     "Prefixes",
     "Sample",
+    "Snapshot",
+    "SnapshotReport",
     "Written",
     "collate",
     "worker_init_fn",

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch.utils.data import Dataset
 
@@ -15,10 +14,9 @@ from kvdata.client.connection import Connection
 from kvdata.client.context import KVCacheContext
 from kvdata.client.selection import Index
 from kvdata.datasets.prefixes import Prefixes, PrefixRecord
+from kvdata.datasets.sample import Sample, make_sample
 from kvdata.errors import InvalidRequest, MissingKV
 from kvdata.layout import KVLayout
-
-Sample = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -169,22 +167,7 @@ class KVCacheDataset(Dataset[Sample]):
                 f"({self._needed(record)} needed, salt {self._salt(record)!r}); ingest it again, allow less with "
                 "min_hit_tokens=, or on_missing='skip'"
             )
-        sample: Sample = {
-            "kv": kv if self.dtype is None else kv.to(self.dtype),
-            "tokens": torch.from_numpy(record.tokens[:hit]),
-            "index": index,
-            "hit_tokens": hit,
-            "continuation": torch.from_numpy(_following(record, hit)),
-            "meta": record.meta,
-        }
-        return sample if self.transform is None else self.transform(sample)
-
-
-def _following(record: PrefixRecord, hit: int) -> np.ndarray:
-    """The true continuation of the ``hit`` cached tokens: it begins with the prefix's own tokens after them."""
-    if not len(record.continuation):
-        return record.continuation
-    return np.concatenate((record.tokens[hit:], record.continuation))
+        return make_sample(record, index, kv if self.dtype is None else kv.to(self.dtype), hit, self.transform)
 
 
 def _selected(layers: Sequence[int] | slice, count: int) -> Sequence[int]:
