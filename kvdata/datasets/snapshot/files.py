@@ -64,8 +64,8 @@ def claimed(folder: Path) -> Iterator[None]:
 
 
 def digest(path: Path) -> str:
-    """BLAKE3 of a file, in hexadecimal."""
-    return blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest()
+    """BLAKE3 of a file, in hexadecimal; by one thread, since its pool of threads does not survive a fork."""
+    return blake3().update_mmap(path).hexdigest()
 
 
 def unchanged(path: Path, expected: str) -> bool:

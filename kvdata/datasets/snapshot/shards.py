@@ -24,7 +24,7 @@ def write_shard(path: Path, tensors: Mapping[int, torch.Tensor]) -> None:
     try:
         save_file({str(number): tensor for number, tensor in tensors.items()}, path)
     except SafetensorError as exc:  # the library wraps what the system said
-        said = re.search(r"\(os error (\d+)\)", str(exc))
+        said = re.search(r"(?:os error|code:) (\d+)", str(exc))
         raise OSError(int(said[1]) if said else errno.EIO, str(exc)) from exc
 
 
