@@ -5,14 +5,13 @@ Axes: ``2`` K/V, ``L'`` layers that are read, ``T`` tokens, ``D`` hidden, ``N`` 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
 from kvdata.datasets.prefixes import PrefixRecord
-from kvdata.errors import GeometryMismatch
 
 Sample: TypeAlias = dict[str, Any]
 # Gives the buffer of a batch: its shape ``[B, 2, L', T, D]`` and dtype -> a CPU tensor.
@@ -41,16 +40,6 @@ def make_sample(
         "meta": record.meta,
     }
     return sample if transform is None else transform(sample)
-
-
-def layer_numbers(layers: Sequence[int] | slice | None, count: int) -> list[int]:
-    """Every layer that ``layers=`` means in a model of ``count``; `GeometryMismatch` when one does not exist."""
-    if layers is None or isinstance(layers, slice):
-        return list(range(count)[layers or slice(None)])
-    try:
-        return [range(count)[layer] for layer in layers]
-    except IndexError as exc:
-        raise GeometryMismatch(f"layers {list(layers)} do not exist in a model of {count} layers") from exc
 
 
 def _following(record: PrefixRecord, hit: int) -> np.ndarray:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import Dataset
 
-from kvdata.datasets.sample import Allocate, Sample, Transform, layer_numbers, make_sample
+from kvdata.client.selection import Index, Selection
+from kvdata.datasets.sample import Allocate, Sample, Transform, make_sample
 from kvdata.datasets.snapshot.snapshot import Snapshot
 from kvdata.errors import GeometryMismatch, SnapshotIncomplete
 
@@ -44,7 +45,7 @@ class KVSnapshotDataset(Dataset[Sample]):
         self,
         path: str | Path,
         *,
-        layers: Sequence[int] | slice | None = None,
+        layers: Index = None,
         dtype: torch.dtype | None = None,
         transform: Transform | None = None,
     ) -> None:
@@ -60,7 +61,7 @@ class KVSnapshotDataset(Dataset[Sample]):
         self.layout = snapshot.layout
         places = [place for place, _, _ in snapshot.samples]
         self.prefixes = snapshot.prefixes.select(places) if snapshot.skipped else snapshot.prefixes
-        self._rows = None if layers is None else _rows(layer_numbers(layers, self.layout.num_layers), snapshot)
+        self._rows = None if layers is None else _rows(layers, snapshot)
         self._shard_type = Shard
         self._shards: dict[int, Shard] = {}
 
@@ -126,8 +127,9 @@ class KVSnapshotDataset(Dataset[Sample]):
         return self._shards[number].view(place)
 
 
-def _rows(wanted: Sequence[int], snapshot: Snapshot) -> list[int]:
+def _rows(layers: Index, snapshot: Snapshot) -> list[int]:
     """Where the wanted layers are in a snapshot's tensors."""
+    wanted = Selection(layers=layers).layer_numbers(snapshot.layout)
     absent = set(wanted) - set(snapshot.layers)
     if absent:
         raise GeometryMismatch(

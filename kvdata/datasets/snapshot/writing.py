@@ -11,10 +11,11 @@ from pathlib import Path
 import torch
 from blake3 import blake3
 
+from kvdata.client.selection import Selection
 from kvdata.datasets.ingest import Progress
 from kvdata.datasets.kvcache import KVCacheDataset
 from kvdata.datasets.prefixes import Prefixes
-from kvdata.datasets.sample import Sample, layer_numbers
+from kvdata.datasets.sample import Sample
 from kvdata.datasets.snapshot.files import PARTS, claimed, digest, replacing, unchanged
 from kvdata.datasets.snapshot.index import INDEX, PREFIXES, Index, ShardEntry
 from kvdata.datasets.snapshot.shards import write_shard
@@ -130,7 +131,7 @@ def _described(source: KVCacheDataset) -> tuple[Index, str]:
     records = (replace(record, salt=record.salt_or(source.cache_salt)) for record in source.prefixes)
     lines = "".join(Prefixes(records, layout, name).lines())
     dtype = dtype_name(parse_dtype(dtype_name(source.dtype or layout.dtype)))
-    layers = layer_numbers(source.layers, layout.num_layers)
+    layers = list(Selection(layers=source.layers).layer_numbers(layout))
     return Index(name, layout.to_dict(), dtype, layers, len(source), blake3(lines.encode()).hexdigest()), lines
 
 
