@@ -17,7 +17,7 @@ export TORCH_INDEX
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
-EXTRAS := server,train,hf,eval,dev
+EXTRAS := server,train,hf,eval,snapshot,dev
 
 .PHONY: setup demo test lmcache live conformance check format bench clean
 

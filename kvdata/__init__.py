@@ -3,7 +3,16 @@
 from kvdata.client.connection import Connection
 from kvdata.client.context import KVCacheContext
 from kvdata.client.storing import StoreReport
-from kvdata.datasets import KVBatch, KVCacheDataset, Prefixes, PrefixRecord, collate, worker_init_fn
+from kvdata.datasets import (
+    KVBatch,
+    KVCacheDataset,
+    KVSnapshotDataset,
+    Prefixes,
+    PrefixRecord,
+    Snapshot,
+    collate,
+    worker_init_fn,
+)
 from kvdata.errors import KVCacheSDKError
 from kvdata.layout import KVLayout
 from kvdata.sdk.kvcache import close, connect, retrieve, store
@@ -17,8 +26,10 @@ __all__ = [
     "KVCacheDataset",
     "KVCacheSDKError",
     "KVLayout",
+    "KVSnapshotDataset",
     "PrefixRecord",
     "Prefixes",
+    "Snapshot",
     "StoreReport",
     "close",
     "collate",

@@ -15,10 +15,16 @@
     │   ├── PoolNotMappable                  the server's shared memory cannot be opened from here
     │   └── ProtocolError                    an answer that breaks the protocol
     │       └── UnsafePayload                a pickle that asks for more than plain tensors
-    └── StoreFailed                          a store that did not become readable
-        ├── PoolFull                         no room, even after waiting for eviction
-        ├── StoreConflict                    the address holds, or is being given, other content
-        └── CacheLocked                      a reader holds what should be deleted
+    ├── StoreFailed                          a store that did not become readable
+    │   ├── PoolFull                         no room, even after waiting for eviction
+    │   ├── StoreConflict                    the address holds, or is being given, other content
+    │   └── CacheLocked                      a reader holds what should be deleted
+    └── SnapshotError                        a snapshot folder that cannot be read or written
+        ├── OtherSnapshot                    it holds other caches, or other files
+        ├── SnapshotIncomplete               the writing of it was interrupted
+        ├── SnapshotDamaged                  a file of it is gone, truncated or changed
+        ├── UnsupportedSnapshot              a newer kvdata wrote it
+        └── DiskFull                         no room on the disk
 
 Each can be built from one string, because PyTorch re-creates a worker's exception as ``Type(message)``.
 """
@@ -98,3 +104,27 @@ class StoreConflict(StoreFailed):
 
 class CacheLocked(StoreFailed):
     """Chunks that should be deleted are locked by a reader."""
+
+
+class SnapshotError(KVCacheSDKError):
+    """A folder holds no snapshot, or cannot be written."""
+
+
+class OtherSnapshot(SnapshotError):
+    """A folder holds a snapshot of other caches, or other files. Nothing in it was changed."""
+
+
+class SnapshotIncomplete(SnapshotError):
+    """A snapshot whose writing has not come to its end."""
+
+
+class SnapshotDamaged(SnapshotError):
+    """A file of a snapshot is gone, truncated or changed."""
+
+
+class UnsupportedSnapshot(SnapshotError):
+    """A snapshot of a version that this release does not read."""
+
+
+class DiskFull(SnapshotError):
+    """There is no room for a file of a snapshot; what was finished before is kept."""

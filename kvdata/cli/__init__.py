@@ -10,7 +10,7 @@ try:
     import typer
     from rich.markup import escape
 
-    from kvdata.cli import caches, servers
+    from kvdata.cli import caches, servers, snapshot
     from kvdata.cli.options import err, out
 except ImportError as missing:  # pragma: no cover - depends on the installation
     raise ImportError(f"the kvdata command needs {missing.name}: pip install 'kvdata[server]'") from missing
@@ -31,6 +31,7 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     caches.coverage,
     caches.verify,
     caches.delete,
+    snapshot.snapshot,
 )
 for command in COMMANDS:
     app.command()(command)

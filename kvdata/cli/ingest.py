@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import typer
-from rich.progress import track
 
-from kvdata.cli.options import err, load_model, model_folder, out
+from kvdata.cli.options import bar, err, load_model, model_folder, out
 from kvdata.client.connection import Connection
 from kvdata.client.discovery import Http, discover
 from kvdata.datasets.ingest import ingest, is_cached, is_prefix_file, lookup_context, read_prompts
@@ -75,7 +72,7 @@ def through_model(job: Job, model: str, url: str, http_url: str, timeout: float)
     job.save(engine.layout)
     stored = short = 0
     with Connection(url, http_url, job.model_name, timeout, engine.layout).connect() as ctx:
-        for record in _bar(job.records, len(job.records)):
+        for record in bar("prefill")(job.records, len(job.records)):
             if len(record.tokens) < ctx.chunk_size:
                 short += 1
             elif not is_cached(ctx, record):
@@ -109,7 +106,9 @@ def through_engine(
     job.save(None)
     layout: KVLayout | None = None
     with lookup_context(connection) as (ctx, known), openai_completion(engine, served_name or name) as complete:
-        result = ingest(ctx, job.records, complete, concurrency=concurrency, settle_seconds=settle, progress=_bar)
+        result = ingest(
+            ctx, job.records, complete, concurrency=concurrency, settle_seconds=settle, progress=bar("prefill")
+        )
         if known:
             layout = ctx.layout
     cached = sorted(result.stored + result.present)
@@ -174,7 +173,3 @@ def _tokenizer(folders: Iterable[str | Path | None]) -> Tokenizer:
     except (OSError, ValueError) as exc:
         raise InvalidRequest(f"{place} holds no tokenizer: {exc}") from exc
     return loaded
-
-
-def _bar(items: Iterable[Any], total: int) -> Iterable[Any]:
-    return track(items, description="prefill", console=err, total=total, disable=not sys.stderr.isatty())

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Optional
+from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 from rich.console import Console
+from rich.progress import track
 
 if TYPE_CHECKING:
+    from kvdata.datasets.ingest import Progress
     from kvdata.engines.huggingface import HuggingFaceEngine
 
 # typer evaluates annotations at run time, on Python 3.10 too: hence Optional below, and not "| None".
@@ -43,6 +47,15 @@ def model_folder(model: str) -> Path:
     from kvdata.engines.smollm2 import smollm2_folder
 
     return smollm2_folder() if model == "smollm2" else Path(model)
+
+
+def bar(description: str) -> Progress:
+    """A progress bar on stderr, where that is a terminal."""
+
+    def wrapped(items: Iterable[Any], total: int) -> Iterable[Any]:
+        return track(items, description=description, console=err, total=total, disable=not sys.stderr.isatty())
+
+    return wrapped
 
 
 def model_name_of(given: str | None, in_file: str | None) -> str:

@@ -8,6 +8,7 @@ from kvdata.datasets.prefixes import Prefixes, PrefixRecord
 from kvdata.datasets.refill import Refill
 from kvdata.datasets.sample import Sample
 from kvdata.datasets.samplers import KVBatchSampler
+from kvdata.datasets.snapshot import KVSnapshotDataset, Snapshot, SnapshotReport
 from kvdata.datasets.workers import worker_init_fn
 
 __all__ = [
@@ -16,11 +17,14 @@ __all__ = [
     "KVBatchSampler",
     "KVCacheDataset",
     "KVLoader",
+    "KVSnapshotDataset",
     "Manifest",
     "PrefixRecord",
     "Prefixes",
     "Refill",
     "Sample",
+    "Snapshot",
+    "SnapshotReport",
     "Written",
     "collate",
     "worker_init_fn",

@@ -10,8 +10,13 @@ import math
 import threading
 import weakref
 from collections import deque
+from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
+
+# Gives the buffer of a batch: shape and dtype -> an uninitialised CPU tensor.
+Allocate: TypeAlias = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 
 
 class Buffers:

@@ -7,25 +7,22 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import torch
-from torch.utils.data import Dataset, get_worker_info
 
 from kvdata.client.connection import Connection
 from kvdata.client.context import KVCacheContext
 from kvdata.client.selection import Index, Selection
-from kvdata.datasets.buffers import Buffers
+from kvdata.datasets.base import CacheDataset
+from kvdata.datasets.buffers import Allocate
 from kvdata.datasets.counters import Counters
 from kvdata.datasets.prefixes import Prefixes, PrefixRecord
 from kvdata.datasets.refill import Complete, Prefiller, Refill
 from kvdata.datasets.retry import with_retries
-from kvdata.datasets.ring import worker_ring
 from kvdata.datasets.sample import Sample, make_sample
 from kvdata.errors import InvalidRequest, KVCacheSDKError, MissingKV
 from kvdata.layout import KVLayout
-
-Allocate: TypeAlias = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 
 _LOOKUPS_TOGETHER = 64
 # A dataset that skips says so only after this many samples: a few missing ones in a row are no trend.
@@ -47,7 +44,7 @@ class Coverage:
         return f"{len(self.hit)} of {total} cached, {len(self.partial)} partly, {len(self.missing)} missing"
 
 
-class KVCacheDataset(Dataset[Sample]):
+class KVCacheDataset(CacheDataset):
     """One sample per prefix, its KV fetched from the server when asked for.
 
     A sample is ``{"kv": [2', L', T, D'], "tokens": [T], "index": int, "start": int, "hit_tokens": int,
@@ -129,22 +126,15 @@ class KVCacheDataset(Dataset[Sample]):
         self._reset()
 
     def _reset(self) -> None:
+        super()._reset()
         self.context = KVCacheContext(self.connection)  # lazy, fork-aware, and pickles as its connection
-        self._buffers = Buffers()
 
     def __len__(self) -> int:
         return len(self.prefixes)
 
-    def __getitem__(self, index: Any) -> Any:
-        """One sample; or a batch of them for a list of indices, as a DataLoader without ``batch_size`` asks."""
-        if isinstance(index, Sequence):
-            return self.__getitems__(index)
+    def _one(self, index: int) -> Sample:
         (sample,) = self.fetch([index], lambda shape, dtype: torch.empty(shape, dtype=dtype), substitutes=False)
         return sample
-
-    def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
-        """A batch of samples whose ``kv`` are views of one buffer; `collate` then copies nothing."""
-        return self.fetch(indices, self._buffers if get_worker_info() is None else worker_ring())
 
     def fetch(self, indices: Sequence[int], allocate: Allocate, substitutes: bool = True) -> list[Sample]:
         """A batch of samples whose ``kv`` are rows of the buffer that ``allocate(shape, dtype)`` returns.
@@ -163,7 +153,7 @@ class KVCacheDataset(Dataset[Sample]):
             samples.update(self._refilled(missing, rows))
         elif missing:
             self._counters.add(skipped=len(missing))
-            self._check_skipped(len(indices))
+            self._check_skipped()
             if substitutes:
                 samples.update(self._substitutes(indices, missing, longest, rows))
         self._counters.add(samples=len(samples), fetch_seconds=time.perf_counter() - started)
@@ -289,9 +279,9 @@ class KVCacheDataset(Dataset[Sample]):
         self._counters.add(refilled=len(samples))
         return samples
 
-    def _check_skipped(self, asked: int) -> None:
+    def _check_skipped(self) -> None:
         skipped = self._counters.own("skipped")
-        samples = self._counters.own("samples") + asked
+        samples = sum(self._counters.own(name) for name in ("hits", "partial_hits", "misses"))
         if skipped > _SKIPS_ALLOWED and skipped > self.skip_limit * samples:
             raise MissingKV(
                 f"{skipped:.0f} of {samples:.0f} samples are missing, more than skip_limit={self.skip_limit:g} allows: "

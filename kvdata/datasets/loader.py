@@ -6,10 +6,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from kvdata.datasets.base import CacheDataset
 from kvdata.datasets.buffers import Buffers
 from kvdata.datasets.collate import KVBatch, collate
 from kvdata.datasets.sample import Sample
@@ -17,18 +18,6 @@ from kvdata.datasets.samplers import KVBatchSampler, Resumable
 from kvdata.errors import InvalidRequest
 
 _CHECK_SECONDS = 5.0
-
-
-class Fetchable(Protocol):
-    """What a dataset must have: `KVCacheDataset` and `KVSnapshotDataset` do."""
-
-    def __len__(self) -> int: ...
-
-    def fetch(self, indices: Sequence[int], allocate: Callable[..., torch.Tensor]) -> list[Sample]:
-        """A batch of samples in a buffer of ``allocate``."""
-
-    def batch_bytes(self, indices: Sequence[int]) -> int:
-        """Size of that buffer."""
 
 
 class KVLoader(Resumable):
@@ -54,7 +43,7 @@ class KVLoader(Resumable):
 
     def __init__(
         self,
-        dataset: Fetchable,
+        dataset: CacheDataset,
         batch_size: int = 1,
         shuffle: bool = False,
         sampler: KVBatchSampler | None = None,

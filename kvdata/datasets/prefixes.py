@@ -158,19 +158,26 @@ class Prefixes(Sequence[PrefixRecord]):
         path = Path(path)
         part = path.with_name(path.name + ".part")
         with open(part, "w", encoding="utf-8") as file:
-            layout = self.layout.to_dict() if self.layout else None
-            header = {"kvdata": _FILE_VERSION, "model_name": self.model_name, "layout": layout}
-            file.write(json.dumps(header) + "\n")
-            for record in self:
-                entry: dict[str, Any] = {"tokens": record.tokens.tolist()}
-                if len(record.continuation):
-                    entry["continuation"] = record.continuation.tolist()
-                if record.salt is not None:
-                    entry["salt"] = record.salt
-                if record.meta:
-                    entry["meta"] = record.meta
-                file.write(json.dumps(entry) + "\n")
+            file.writelines(self.lines())
         part.replace(path)
+
+    def lines(self) -> Iterator[str]:
+        """The lines of a prefix file; `InvalidRequest` names the record whose ``meta`` JSON cannot hold."""
+        layout = self.layout.to_dict() if self.layout else None
+        yield json.dumps({"kvdata": _FILE_VERSION, "model_name": self.model_name, "layout": layout}) + "\n"
+        for place, record in enumerate(self):
+            entry: dict[str, Any] = {"tokens": record.tokens.tolist()}
+            if len(record.continuation):
+                entry["continuation"] = record.continuation.tolist()
+            if record.salt is not None:
+                entry["salt"] = record.salt
+            if record.meta:
+                entry["meta"] = record.meta
+            try:
+                line = json.dumps(entry)
+            except (TypeError, ValueError) as exc:
+                raise InvalidRequest(f"meta of prefix {place} cannot be written as JSON: {exc}") from exc
+            yield line + "\n"
 
 
 def json_lines(path: str | Path) -> Iterator[tuple[int, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -11,6 +12,7 @@ from kvdata.client.selection import Selection
 from kvdata.datasets.prefixes import PrefixRecord
 
 Sample: TypeAlias = dict[str, Any]
+Transform: TypeAlias = Callable[[Sample], Sample]
 
 
 def make_sample(
