@@ -3,7 +3,15 @@
 from kvdata.client.connection import Connection
 from kvdata.client.context import KVCacheContext
 from kvdata.client.storing import StoreReport
-from kvdata.datasets import KVBatch, KVCacheDataset, Prefixes, PrefixRecord, collate, worker_init_fn
+from kvdata.datasets import (
+    KVBatch,
+    KVCacheDataset,
+    LiveKVDataset,
+    Prefixes,
+    PrefixRecord,
+    collate,
+    worker_init_fn,
+)
 from kvdata.errors import KVCacheSDKError
 from kvdata.layout import KVLayout
 from kvdata.sdk.kvcache import close, connect, retrieve, store
@@ -17,6 +25,7 @@ __all__ = [
     "KVCacheDataset",
     "KVCacheSDKError",
     "KVLayout",
+    "LiveKVDataset",
     "PrefixRecord",
     "Prefixes",
     "StoreReport",
