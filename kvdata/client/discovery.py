@@ -22,7 +22,7 @@ from kvdata.errors import (
     UnsupportedServer,
 )
 from kvdata.layout import KVLayout, parse_dtype
-from kvdata.wire.messages import OLDEST, Release, parse_release
+from kvdata.wire.messages import KV_EVENTS, OLDEST, Release, parse_release
 
 # Split formats: where heads and head size stand in the last bracket of the published shape.
 _SPLIT_FORMATS: dict[str, tuple[int, int]] = {
@@ -278,6 +278,45 @@ def read_release(http: Http) -> Release:
         found, oldest = (".".join(map(str, r)) for r in (release, OLDEST))
         raise UnsupportedServer(f"{http.url} runs LMCache {found}; kvdata needs {oldest} or newer")
     return release
+
+
+@dataclass(frozen=True)
+class EventSettings:
+    """What a subscriber to KV events must know: the release, and how long it may be silent (0: for ever)."""
+
+    release: Release
+    reap_seconds: float
+
+
+def event_settings(http: Http) -> EventSettings:
+    """Read them; `UnsupportedServer` says why a server has no KV events, or none that can be followed."""
+    release = read_release(http)
+    if release < KV_EVENTS:
+        found = ".".join(map(str, release))
+        raise UnsupportedServer(f"{http.url} runs LMCache {found}, which has no KV event stream: it came with 0.5.6")
+    status, config = http.json("GET", "/status"), http.json("GET", "/config")
+    try:
+        events, settings = status.get("kv_events"), config["mp"]
+        reap_seconds = float(settings.get("worker_reap_timeout_seconds") or 0.0)
+        algorithm, enabled = settings.get("hash_algorithm"), events is not None and events["enabled"]
+    except (AttributeError, KeyError, TypeError, ValueError) as exc:
+        raise ProtocolError(f"{http.url} describes its KV events in an unknown way: {exc!r}") from exc
+    if events is None:
+        raise UnsupportedServer(
+            f"{http.url} has no KV event stream (kvdata's embedded server has none); use LMCache's own server, 0.5.6 "
+            "or newer"
+        )
+    if not enabled:
+        raise UnsupportedServer(
+            f"{http.url} records no KV events; start the server without --disable-observability, and with a "
+            "--kv-event-log-size above 0 (the default is 32768)"
+        )
+    if algorithm != "blake3":
+        raise UnsupportedServer(
+            f"{http.url} hashes chunks with {algorithm!r}, by which their order cannot be checked; start the server "
+            "with --hash-algorithm blake3"
+        )
+    return EventSettings(release, reap_seconds)
 
 
 def _check_mode(settings: Mapping[str, Any], url: str) -> None:

@@ -2,6 +2,7 @@
 
 from kvdata.datasets.collate import KVBatch, collate
 from kvdata.datasets.kvcache import Coverage, KVCacheDataset
+from kvdata.datasets.live import LiveKVDataset
 from kvdata.datasets.loader import KVLoader
 from kvdata.datasets.manifest import Manifest, Written
 from kvdata.datasets.prefixes import Prefixes, PrefixRecord
@@ -18,6 +19,7 @@ __all__ = [
     "KVCacheDataset",
     "KVLoader",
     "KVSnapshotDataset",
+    "LiveKVDataset",
     "Manifest",
     "PrefixRecord",
     "Prefixes",

@@ -72,9 +72,14 @@ def chunk_hashes(tokens: Sequence[int], chunk_size: int) -> list[bytes]:
     hashes: list[bytes] = []
     previous = NONE_HASH
     for i in range(count):
-        previous = blake3(previous + encoded[i * step : (i + 1) * step]).digest()
+        previous = chunk_hash(previous, encoded[i * step : (i + 1) * step])
         hashes.append(previous)
     return hashes
+
+
+def chunk_hash(previous: bytes, encoded: bytes) -> bytes:
+    """Hash of the chunk that follows ``previous``, from its tokens as 4-byte big-endian unsigned."""
+    return blake3(previous + encoded).digest()
 
 
 def kv_rank(world_size: int, rank: int) -> int:

@@ -155,3 +155,39 @@ class PreparedRetrieve(msgspec.Struct):
     success: bool
     data: bytes
     context: RetrieveContext
+
+
+# The stream of KV events has a name and no number. A release before `KV_EVENTS` would die of it.
+KV_EVENTS: Release = (0, 5, 6)
+SUBSCRIBE = "subscribe_kv_events"
+MAX_EVENTS = 1024  # the most a server takes for one batch
+ACK, CANCEL = b"ack", b"cancel"  # control frames of a stream: [uid, empty, ACK]; raw bytes, not msgpack
+
+
+class KVEvent(msgspec.Struct, frozen=True):
+    """A change of the cache: ``stored`` brings one chunk's tokens and its parent's hash, ``removed`` only hashes.
+
+    Neither salt nor shard is in it. ``parent_block_hash`` is null for the first chunk of a sequence, and also
+    where the server no longer knew the parent.
+    """
+
+    seq: int
+    kind: str
+    model_name: str
+    block_hashes: list[bytes]
+    parent_block_hash: bytes | None = None
+    token_ids: list[int] = []
+
+
+class KVEventBatch(msgspec.Struct, frozen=True):
+    """One message of the stream.
+
+    ``incarnation`` changes when the server restarts, and its cursors begin anew; ``lost`` says that events before
+    these were not delivered; ``next_cursor`` is where a new subscription goes on.
+    """
+
+    enabled: bool
+    incarnation: int
+    next_cursor: int
+    lost: bool
+    events: list[KVEvent]

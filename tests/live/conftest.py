@@ -23,8 +23,13 @@ PREFIX, TAIL = 4 * CHUNK, 8
 REAP_SECONDS = 30  # the least that LMCache takes
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "stops_the_engine: runs after all other tests")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Building the environments is part of the first test: minutes, not the seconds of a unit test."""
+    items.sort(key=lambda item: item.get_closest_marker("stops_the_engine") is not None)
     here = Path(__file__).parent
     for item in items:
         if here in item.path.parents:

@@ -130,8 +130,9 @@ def test_a_client_leaves_the_engines_registration_alone(server, engine, prompts,
     assert server.status()["storage_manager"]["l1_manager"]["read_locked_count"] == 0
 
 
+@pytest.mark.stops_the_engine
 def test_the_engine_may_be_stopped_before_the_training(server, engine, prompts, connection, reference, tmp_path):
-    """The last test: it stops vLLM. The server forgets the model then, and still has its caches."""
+    """The server forgets the model then, and still has its caches."""
     prefixes = [prompt[:PREFIX] for prompt in prompts]
     for prompt in prompts:
         engine.complete(prompt, max_tokens=1)
