@@ -172,6 +172,7 @@ class LiveKVDataset(IterableDataset[Sample]):
             return None
         self._reader.prefixes = Prefixes([PrefixRecord(tokens, salt=salt, meta={"salt": salt})])
         try:
-            return self._reader[0]
+            sample: Sample = self._reader[0]
         except MissingKV:
             return None
+        return sample
