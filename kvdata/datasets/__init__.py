@@ -10,6 +10,7 @@ from kvdata.datasets.refill import Refill
 from kvdata.datasets.sample import Sample
 from kvdata.datasets.samplers import KVBatchSampler
 from kvdata.datasets.snapshot import KVSnapshotDataset, Snapshot, SnapshotReport
+from kvdata.datasets.worker_loader import KVDataLoader
 from kvdata.datasets.workers import worker_init_fn
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "KVBatch",
     "KVBatchSampler",
     "KVCacheDataset",
+    "KVDataLoader",
     "KVLoader",
     "KVSnapshotDataset",
     "LiveKVDataset",

@@ -12,7 +12,7 @@ import torch
 
 from kvdata.datasets.base import CacheDataset
 from kvdata.datasets.buffers import Buffers
-from kvdata.datasets.collate import KVBatch, collate
+from kvdata.datasets.collate import collate
 from kvdata.datasets.sample import Sample
 from kvdata.datasets.samplers import KVBatchSampler, Resumable
 from kvdata.errors import InvalidRequest
@@ -61,7 +61,6 @@ class KVLoader(Resumable):
             raise InvalidRequest(f"a KVLoader needs a thread and a batch ahead, got {threads=} and {prefetch=}")
         self.dataset = dataset
         self.sampler = sampler or KVBatchSampler(dataset, batch_size, shuffle, drop_last, max_tokens, seed)
-        super().__init__()
         self.collate_fn = collate_fn
         self.threads = threads
         self.prefetch = prefetch
@@ -69,11 +68,13 @@ class KVLoader(Resumable):
         self._allocate = Buffers(prefetch + 2, torch.cuda.is_available() if pinned is None else pinned)
         self.wait_seconds = 0.0
 
+    batch_sampler = None  # Lightning's predict looks for one
+
     def __len__(self) -> int:
         return len(self.sampler)
 
-    def __iter__(self) -> Iterator[KVBatch]:
-        return self._counted(self._batches())
+    def __iter__(self) -> Any:
+        return self.sampler.taken(self._batches())
 
     def stats(self) -> dict[str, float]:
         """The dataset's counts, and the seconds that the consumer waited for batches (``wait_seconds``)."""

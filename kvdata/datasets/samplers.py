@@ -64,6 +64,7 @@ class KVBatchSampler(DistributedSampler[list[int]]):
         self._place = (num_replicas, rank)
         self._cursor = 0  # samples of this epoch that all ranks together have had
         self._steps = 0  # that a rank took for them
+        self._taken = 0  # and those after them
         if max_tokens is not None and not hasattr(dataset, "prefixes"):
             raise InvalidRequest("max_tokens needs a dataset with prefixes, to know their lengths")
 
@@ -79,16 +80,25 @@ class KVBatchSampler(DistributedSampler[list[int]]):
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch, or go on in it when it is the one that was interrupted."""
         if epoch != self.epoch:
-            self.epoch, self._cursor, self._steps = epoch, 0, 0
+            self.epoch, self._cursor, self._steps, self._taken = epoch, 0, 0, 0
 
     def finish(self) -> None:
         """This epoch is over."""
         self.set_epoch(self.epoch + 1)
 
-    def state_dict(self, steps: int = 0) -> dict[str, Any]:
-        """Where a run stands that has taken ``steps`` steps since this epoch began or was resumed."""
+    def taken(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """One pass over the epoch's batches, counted as they are handed out; the last one ends the epoch."""
+        self._taken = 0
+        for batch in batches:
+            self._taken += 1
+            yield batch
+            del batch  # its memory may be the consumer's alone
+        self.finish()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Epoch and sample at which a resumed run goes on: behind the last batch that `taken` handed out."""
         world, _ = self._world()
-        left = self._left()
+        left, steps = self._left(), self._taken
         had = left[: steps * world]
         if steps and len(had) == len(left):
             epoch, cursor, before = self.epoch + 1, 0, 0
@@ -109,7 +119,7 @@ class KVBatchSampler(DistributedSampler[list[int]]):
                 f"the interrupted run had another {', '.join(changed)}: resume with the same prefixes, shuffle, "
                 "seed and max_tokens, or begin anew without its checkpoint"
             )
-        self.epoch, self._cursor, self._steps = state["epoch"], state["cursor"], state["steps"]
+        self.epoch, self._cursor, self._steps, self._taken = state["epoch"], state["cursor"], state["steps"], 0
         self._left()
 
     def _identity(self) -> dict[str, Any]:
@@ -175,36 +185,22 @@ class KVBatchSampler(DistributedSampler[list[int]]):
 
 
 class Resumable:
-    """A loader that knows how far its consumer is. Mixed into loaders over a `KVBatchSampler`."""
+    """What makes a loader over a `KVBatchSampler` resumable."""
 
     sampler: Any
 
-    def __init__(self) -> None:
-        self._taken = 0
-
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch; without it, each pass begins the next one."""
+        """Begin an epoch, or go on in it; without it, each whole pass is followed by the next epoch."""
         self.sampler.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """Epoch and sample at which a resumed run goes on: behind the last batch that was handed out."""
-        state: dict[str, Any] = self.sampler.state_dict(self._taken)
+        state: dict[str, Any] = self.sampler.state_dict()
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on there in the next pass, on any number of ranks, threads or workers."""
-        self._taken = 0
         self.sampler.load_state_dict(state)
-
-    def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The same batches; the epoch is over with the last one."""
-        self._taken = 0
-        for batch in batches:
-            self._taken += 1
-            yield batch
-            del batch
-        self._taken = 0
-        self.sampler.finish()
 
 
 def _within(ordered: Sequence[int] | np.ndarray, lengths: np.ndarray, max_tokens: int) -> list[list[int]]:

@@ -1,5 +1,7 @@
-"""PyTorch Lightning pieces: write compressed caches back while a Trainer runs."""
+"""PyTorch Lightning pieces: caches as a data module, their cost in the logs, compressed caches written back."""
 
+from kvdata.lightning.datamodule import KVCacheDataModule
+from kvdata.lightning.stats import KVCacheStats
 from kvdata.lightning.writer import CacheWrite, KVCacheWriter, WriteCounts
 
-__all__ = ["CacheWrite", "KVCacheWriter", "WriteCounts"]
+__all__ = ["CacheWrite", "KVCacheDataModule", "KVCacheStats", "KVCacheWriter", "WriteCounts"]
