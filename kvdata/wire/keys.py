@@ -31,7 +31,7 @@ def token_list(tokens: Tokens) -> list[int]:
     if isinstance(tokens, torch.Tensor):
         tokens = tokens.detach().cpu().numpy()
     if not isinstance(tokens, np.ndarray):
-        if isinstance(tokens, (str, bytes)) or any(isinstance(t, (bool, np.bool_)) for t in tokens):
+        if isinstance(tokens, (str, bytes)) or {bool, np.bool_} & set(map(type, tokens)):  # numpy takes True for 1
             raise InvalidRequest("token ids must be integers")
         if len(tokens) == 0:
             return []

@@ -63,10 +63,10 @@ def test_amx_chunks_are_decoded_whatever_the_head_size(size):
                 chunk[layer, start : start + 32, head] = block.view(32, 2 * size)
     assert torch.equal(layout.view(chunk), kv)
     back = torch.empty_like(chunk)
-    layout.encode(kv.flatten(3), back)
+    copy_all(layout.encode(kv.flatten(3), back))
     assert torch.equal(back, chunk)
     one = torch.empty(2, 1, 64, 2 * size)
-    layout.decode(chunk, one, Part(layers=slice(1, 2)))
+    copy_all(layout.decode(chunk, one, Part(layers=slice(1, 2))))
     assert torch.equal(one, kv[:, 1:2].flatten(3))
 
 
@@ -97,16 +97,16 @@ def test_vllm_cpu_chunks_are_decoded_whatever_the_head_size(size):
     chunk = vllm_cpu_chunk(kv, layout)
     assert torch.equal(layout.view(chunk), kv)
     found = torch.empty(2, 3, 48, 2 * size)
-    layout.decode(chunk.flatten(), found)
+    copy_all(layout.decode(chunk.flatten(), found))
     assert torch.equal(found, kv.flatten(3))
     one = torch.empty(2, 1, 48, 2 * size)
-    layout.decode(chunk, one, Part(layers=slice(1, 2)))
+    copy_all(layout.decode(chunk, one, Part(layers=slice(1, 2))))
     assert torch.equal(one, found[:, 1:2])
     back = torch.empty_like(chunk)
-    layout.encode(found, back)
+    copy_all(layout.encode(found, back))
     assert torch.equal(back, chunk)
     with pytest.raises(GeometryMismatch, match="whole blocks of 16"):
-        layout.decode(chunk.flatten()[: chunk.numel() // 2], torch.empty(2, 3, 24, 2 * size))
+        copy_all(layout.decode(chunk.flatten()[: chunk.numel() // 2], torch.empty(2, 3, 24, 2 * size)))
 
 
 @pytest.mark.parametrize("block", [None, 0, 12, 7])
