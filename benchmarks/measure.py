@@ -1,0 +1,86 @@
+"""Comparing fairly: ours, upstream's and the limit's turns alternate within one run, and medians are compared."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+Work = Callable[[], float]  # does the work once, returns the seconds that count
+
+
+class NotRun(Exception):
+    """A row whose subject does not exist here; the message says what is missing."""
+
+
+@dataclass
+class Trial:
+    """One row: three ways to do the same work.
+
+    Attributes:
+        amount: what one piece of work moves or does, in the unit's numerator (10^9 bytes for GB/s).
+        unit: of the figures.
+        ours, upstream, limit: the work; None where there is nothing to compare with.
+    """
+
+    amount: float
+    unit: str
+    ours: Work
+    upstream: Work | None = None
+    limit: Work | None = None
+
+
+def timed(action: Callable[[], object]) -> Work:
+    """An action as work, all of whose time counts."""
+
+    def work() -> float:
+        started = time.perf_counter()
+        action()
+        return time.perf_counter() - started
+
+    return work
+
+
+def compare(trial: Trial, repeats: int) -> dict[str, Any]:
+    """Medians of ``repeats`` rounds after one to warm up, as rates and ratios."""
+    sides = {"ours": trial.ours, "upstream": trial.upstream, "limit": trial.limit}
+    taken: dict[str, list[float]] = {name: [] for name, work in sides.items() if work}
+    for _ in range(repeats + 1):
+        for name, seconds in taken.items():
+            work = sides[name]
+            assert work is not None
+            seconds.append(work())
+    rates = {name: trial.amount / statistics.median(seconds[1:]) for name, seconds in taken.items()}
+    return row(**rates, unit=trial.unit)
+
+
+def row(ours: float, unit: str, upstream: float | None = None, limit: float | None = None) -> dict[str, Any]:
+    """A row's figures, without its name and server."""
+    return {
+        "ours": rounded(ours),
+        "upstream": rounded(upstream),
+        "limit": rounded(limit),
+        "unit": unit,
+        "vs_upstream": rounded(ours / upstream) if upstream else None,
+        "vs_limit": rounded(ours / limit) if limit else None,
+    }
+
+
+def rounded(value: float | None) -> float | None:
+    """Four significant digits."""
+    return None if value is None else float(f"{value:.4g}")
+
+
+def memcpy(source: torch.Tensor, times: int = 1) -> Work:
+    """A plain copy into a buffer that was written before, ``times`` over: what the memory can do."""
+    target = source.clone()
+
+    def copy() -> None:
+        for _ in range(times):
+            target.copy_(source)
+
+    return timed(copy)
