@@ -1,12 +1,65 @@
-import json, sys
-from benchmarks.measure import compare, NotRun
+"""``python -m benchmarks``: kvdata against LMCache's own SDK and against the machine, in one run.
+
+Prints one JSON line per row. A whole run (no names given) also writes ``results.json``, ``RESULTS.md`` and
+``results.png`` beside this file. LMCache's environment is built first where it is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.figures import FIGURES
+from benchmarks.growth import GROWTH
+from benchmarks.measure import NotRun, compare
+from benchmarks.report import SERVERS, write
 from benchmarks.rows import ROWS
-from benchmarks.stack import Sizes, running
+from benchmarks.stack import Sizes, Stack, running
+
+NAMES = [*ROWS, *FIGURES, *GROWTH]
+
+
+def measure(stack: Stack, names: list[str], repeats: int, not_run: dict[str, str]) -> Iterator[dict[str, Any]]:
+    """The rows of these names on one server; ``not_run`` takes what has nothing to measure."""
+    for name in names:
+        try:
+            if name in ROWS:
+                with ROWS[name].make(stack) as trial:
+                    figures = compare(trial, repeats)
+            else:
+                figures = {**FIGURES, **GROWTH}[name](stack, repeats)
+        except NotRun as exc:
+            not_run[name] = str(exc)
+        else:
+            yield {"name": name, **figures, "server": stack.kind}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"rows to run, of: {', '.join(NAMES)}")
+    parser.add_argument("--repeats", type=int, default=5, help="rounds that count (default 5)")
+    parser.add_argument("--server", choices=SERVERS, action="append", help="default: both, the real one first")
+    options = parser.parse_args()
+    if unknown := set(options.names) - set(NAMES):
+        parser.error(f"no row named {', '.join(sorted(unknown))}")
+    rows: list[dict[str, Any]] = []
+    not_run: dict[str, str] = {}
+    for kind in options.server or SERVERS:
+        # What no server has a part in is measured once.
+        names = [name for name in options.names or NAMES if not (rows and name.startswith("prefixes_"))]
+        with running(kind, Sizes()) as stack:
+            for row in measure(stack, names, options.repeats, not_run):
+                print(json.dumps(row), flush=True)
+                rows.append(row)
+    for name, why in not_run.items():
+        print(f"not run: {name}: {why}", file=sys.stderr)
+    if not options.names:
+        write(rows, not_run, "make bench", Path(__file__).parent)
+
+
 if __name__ == "__main__":
-    names = sys.argv[2:] or list(ROWS)
-    with running(sys.argv[1], Sizes()) as stack:
-        for n in names:
-            try:
-                with ROWS[n](stack) as t:
-                    print(json.dumps({"name": n, **compare(t, 5), "server": stack.kind}), flush=True)
-            except NotRun as e: print(n, e, file=sys.stderr)
+    main()

@@ -45,6 +45,17 @@ def timed(action: Callable[[], object]) -> Work:
     return work
 
 
+def undone(work: Work, undo: Callable[[], object]) -> Work:
+    """Work whose effect is taken back each time, which does not count."""
+
+    def done() -> float:
+        seconds = work()
+        undo()
+        return seconds
+
+    return done
+
+
 def compare(trial: Trial, repeats: int) -> dict[str, Any]:
     """Medians of ``repeats`` rounds after one to warm up, as rates and ratios."""
     sides = {"ours": trial.ours, "upstream": trial.upstream, "limit": trial.limit}
@@ -75,9 +86,15 @@ def rounded(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.4g}")
 
 
-def memcpy(source: torch.Tensor, times: int = 1) -> Work:
-    """A plain copy into a buffer that was written before, ``times`` over: what the memory can do."""
-    target = source.clone()
+def memcpy(source: torch.Tensor, times: int = 1, shared: bool = False) -> Work:
+    """A plain copy into a buffer that was written before, ``times`` over: what the memory can do.
+
+    Args:
+        source: what is copied.
+        times: how often.
+        shared: into shared memory, as a server's pool is.
+    """
+    target = source.clone().share_memory_() if shared else source.clone()
 
     def copy() -> None:
         for _ in range(times):

@@ -1,32 +1,52 @@
 """The rows that have a mark: each makes a `Trial` of ours, LMCache's SDK and what the machine can do.
 
-A new row is one function here, named as it is to appear.
+A new row is one function here, under the name with which it appears.
 """
 
 from __future__ import annotations
 
-import time
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import zmq
 from torch.utils.data import DataLoader
 
-from benchmarks.measure import NotRun, Trial, Work, memcpy, timed
+from benchmarks.measure import NotRun, Trial, Work, memcpy, timed, undone
 from benchmarks.stack import Stack
 from kvdata import KVCacheDataset, collate, datasets, worker_init_fn
+from kvdata.wire.messages import operation_numbers
+from tests.servers import Server
 
-ROWS: dict[str, Callable[[Stack], AbstractContextManager[Trial]]] = {}
+
+@dataclass(frozen=True)
+class Row:
+    """How to make a trial, and what its ratios should be at least (None: reported only)."""
+
+    make: Callable[[Stack], AbstractContextManager[Trial]]
+    vs_upstream: float | None
+    vs_limit: float | None
 
 
-def row(make: Callable[[Stack], Iterator[Trial]]) -> Callable[[Stack], AbstractContextManager[Trial]]:
+ROWS: dict[str, Row] = {}
+
+Make = Callable[[Stack], Iterator[Trial]]
+
+
+def row(vs_upstream: float | None = None, vs_limit: float | None = None) -> Callable[[Make], Make]:
     """Register a generator function that yields a `Trial` and cleans up after it."""
-    ROWS[make.__name__] = contextmanager(make)
-    return ROWS[make.__name__]
+
+    def register(make: Make) -> Make:
+        ROWS[make.__name__] = Row(contextmanager(make), vs_upstream, vs_limit)
+        return make
+
+    return register
 
 
-@row
+@row(vs_upstream=3, vs_limit=0.75)
 def retrieve(stack: Stack) -> Iterator[Trial]:
     """A prefix into a buffer that is used again."""
     ctx, tokens, out = stack.ctx, stack.prefix, torch.zeros_like(stack.kv)
@@ -36,14 +56,52 @@ def retrieve(stack: Stack) -> Iterator[Trial]:
         stack.gigabytes(len(tokens)),
         "GB/s",
         timed(lambda: ctx.retrieve(tokens, out=out)),
-        upstream(stack, "retrieve", tokens=tokens),
+        stack.theirs("retrieve", tokens=tokens),
         memcpy(stack.kv),
     )
 
 
-@row
+@row(vs_upstream=1, vs_limit=0.5)
+def store(stack: Stack) -> Iterator[Trial]:
+    """A prefix into slots that were written before. It is deleted again, untimed."""
+    ctx, kv, layout = stack.ctx, stack.kv, stack.sizes.layout
+    tokens = stack.tokens(kv.shape[2])
+    theirs = stack.theirs("store", tokens=tokens, layers=layout.num_layers, hidden=layout.hidden)
+    yield Trial(
+        stack.gigabytes(len(tokens)),
+        "GB/s",
+        undone(timed(lambda: ctx.store(kv, tokens)), lambda: ctx.delete(tokens)),
+        theirs and undone(theirs, lambda: ctx.delete(tokens)),
+        memcpy(kv, shared=True),
+    )
+
+
+@row(vs_upstream=3)
+def lookup(stack: Stack) -> Iterator[Trial]:
+    """Prefixes that are all there, in one call.
+
+    Ours gives the locks back within its time, LMCache's SDK after it. The limit is empty round trips: four messages a
+    prefix (lookup, its result, locks, session), all of them in flight.
+    """
+    ctx, sizes = stack.small, stack.sizes
+    prefixes = [stack.tokens(sizes.sample) for _ in range(sizes.lookups)]
+    kv = torch.zeros(2, ctx.layout.num_layers, sizes.sample, ctx.layout.hidden, dtype=ctx.layout.dtype)
+    for tokens in prefixes:
+        ctx.store(kv, tokens)
+
+    def look() -> None:
+        many = getattr(ctx, "lookup_many", lambda prefixes: [ctx.lookup(tokens) for tokens in prefixes])
+        assert many(prefixes) == [sizes.sample] * len(prefixes)
+
+    with _round_trips(stack.server, 4 * len(prefixes)) as limit:
+        yield Trial(
+            len(prefixes), "lookups/s", timed(look), stack.theirs("lookup", small=True, prefixes=prefixes), limit
+        )
+
+
+@row(vs_upstream=20)
 def one_layer(stack: Stack) -> Iterator[Trial]:
-    """One layer of a prefix; the SDK must fetch all."""
+    """One layer of a prefix. The SDK must fetch all."""
     ctx, tokens, layer = stack.ctx, stack.prefix, stack.sizes.layout.num_layers // 2
     wanted = stack.kv[:, layer : layer + 1].contiguous()
     out = torch.zeros_like(wanted)
@@ -53,116 +111,100 @@ def one_layer(stack: Stack) -> Iterator[Trial]:
         stack.gigabytes(len(tokens), layers=1),
         "GB/s",
         timed(lambda: ctx.retrieve(tokens, layers=[layer], out=out)),
-        upstream(stack, "retrieve", tokens=tokens, layer=layer),
+        stack.theirs("retrieve", tokens=tokens, layer=layer),
         memcpy(wanted),
     )
 
 
-@row
-def store(stack: Stack) -> Iterator[Trial]:
-    """A prefix into slots that were written before; it is deleted again, untimed."""
-    ctx, kv, layout = stack.ctx, stack.kv, stack.sizes.layout
-    tokens = stack.tokens(kv.shape[2])
-    slots = kv.clone().share_memory_()  # what the pool is: shared memory, touched
-
-    def deleting(work: Work) -> Work:
-        def stored() -> float:
-            seconds = work()
-            assert ctx.delete(tokens)
-            return seconds
-
-        return stored
-
-    theirs = upstream(stack, "store", tokens=tokens, layers=layout.num_layers, hidden=layout.hidden)
-    yield Trial(
-        stack.gigabytes(len(tokens)),
-        "GB/s",
-        deleting(timed(lambda: ctx.store(kv, tokens))),
-        theirs and deleting(theirs),
-        timed(lambda: slots.copy_(kv)),
-    )
-
-
-@row
-def lookup(stack: Stack) -> Iterator[Trial]:
-    """Prefixes that are all there; ours gives every lock back within its time. The limit is a bare round trip each."""
-    ctx, sizes = stack.small, stack.sizes
-    prefixes = [stack.tokens(sizes.sample) for _ in range(sizes.lookups)]
-    kv = torch.zeros(2, ctx.layout.num_layers, sizes.sample, ctx.layout.hidden, dtype=ctx.layout.dtype)
-    for tokens in prefixes:
-        ctx.store(kv, tokens)
-
-    def look() -> None:
-        found = [ctx.lookup(tokens) for tokens in prefixes]
-        assert found == [sizes.sample] * len(prefixes)
-
-    yield Trial(
-        len(prefixes),
-        "lookups/s (limit: round trips/s)",
-        timed(look),
-        upstream(stack, "lookup", small=True, prefixes=prefixes),
-        timed(lambda: [ctx.ping() for _ in prefixes]) if hasattr(ctx, "ping") else None,
-    )
-
-
-@row
-def dataloader0(stack: Stack) -> Iterator[Trial]:
-    """An epoch through a DataLoader in this process."""
-    yield from _dataloader(stack, workers=0)
-
-
-@row
-def dataloader2(stack: Stack) -> Iterator[Trial]:
-    """An epoch through a DataLoader with two workers."""
-    yield from _dataloader(stack, workers=2)
-
-
-@row
+@row(vs_upstream=6, vs_limit=0.6)
 def loader(stack: Stack) -> Iterator[Trial]:
     """An epoch through KVLoader."""
-    if not hasattr(datasets, "KVLoader"):
-        raise NotRun("kvdata has no KVLoader")
     dataset = KVCacheDataset(stack.prefixes, connection=stack.connection())
     try:
-        yield _epochs(stack, datasets.KVLoader(dataset, batch_size=stack.sizes.batch), workers=0)
+        yield _epochs(stack, existing("KVLoader")(dataset, batch_size=stack.sizes.batch))
     finally:
         dataset.close()
 
 
-def _dataloader(stack: Stack, workers: int) -> Iterator[Trial]:
+@row(vs_upstream=6, vs_limit=0.6)
+def dataloader0(stack: Stack) -> Iterator[Trial]:
+    """An epoch through a DataLoader in this process."""
     dataset = KVCacheDataset(stack.prefixes, connection=stack.connection())
-    more: dict[str, Any] = {"persistent_workers": True, "multiprocessing_context": "spawn"} if workers else {}
-    made = DataLoader(
-        dataset, stack.sizes.batch, num_workers=workers, collate_fn=collate, worker_init_fn=worker_init_fn, **more
+    try:
+        yield _epochs(stack, DataLoader(dataset, stack.sizes.batch, collate_fn=collate))
+    finally:
+        dataset.close()
+
+
+@row(vs_upstream=4)
+def dataloader2(stack: Stack) -> Iterator[Trial]:
+    """An epoch through a DataLoader with two workers, which stay from one epoch to the next."""
+    dataset = KVCacheDataset(stack.prefixes, connection=stack.connection())
+    batches = DataLoader(
+        dataset,
+        stack.sizes.batch,
+        num_workers=2,
+        collate_fn=collate,
+        worker_init_fn=worker_init_fn,
+        multiprocessing_context="spawn",
+        persistent_workers=True,
     )
     try:
-        yield _epochs(stack, made, workers)
+        yield _epochs(stack, batches, workers=2)
     finally:
-        del made  # and with it the workers
+        stack.release()
+
+
+@row()
+def snapshot(stack: Stack) -> Iterator[Trial]:
+    """An epoch from a snapshot on disk, through a DataLoader in this process."""
+    write, read = existing("Snapshot").write, existing("KVSnapshotDataset")
+    dataset = KVCacheDataset(stack.prefixes, connection=stack.connection())
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            write(dataset, folder)
+            yield _epochs(stack, DataLoader(read(folder), stack.sizes.batch, collate_fn=collate))
+    finally:
         dataset.close()
-        if stack.upstream:
-            stack.upstream.release()
 
 
-def _epochs(stack: Stack, batches: Any, workers: int) -> Trial:
-    sizes = stack.sizes
+def existing(name: str) -> Any:
+    """A public name of `kvdata.datasets`, or `NotRun`."""
+    if not hasattr(datasets, name):
+        raise NotRun(f"kvdata.datasets has no {name}")
+    return getattr(datasets, name)
+
+
+def _epochs(stack: Stack, batches: Any, workers: int = 0) -> Trial:
+    """Whole epochs; the first one, which compare() does not count, connects and starts workers."""
+    sizes, layout = stack.sizes, stack.sizes.layout
 
     def epoch() -> None:
-        samples = sum(len(batch) for batch in batches)
-        assert samples == sizes.samples
+        assert sum(len(batch) for batch in batches) == sizes.samples
 
-    one_batch = stack.kv.new_zeros(sizes.batch, 2, sizes.layout.num_layers, sizes.sample, sizes.layout.hidden)
-    job = {"prefixes": stack.prefixes, "batch_size": sizes.batch, "workers": workers}
+    batch = torch.zeros(sizes.batch, 2, layout.num_layers, sizes.sample, layout.hidden, dtype=layout.dtype).normal_()
     return Trial(
         stack.gigabytes(sizes.samples * sizes.sample),
         "GB/s",
         timed(epoch),
-        upstream(stack, "epoch", **job),
-        memcpy(one_batch.normal_(), sizes.samples // sizes.batch),
+        stack.theirs("epoch", prefixes=stack.prefixes, batch_size=sizes.batch, workers=workers),
+        memcpy(batch, times=sizes.samples // sizes.batch),
     )
 
 
-def upstream(stack: Stack, operation: str, small: bool = False, **job: Any) -> Work | None:
-    """The same by LMCache's SDK, where it can be run."""
-    theirs, model = stack.upstream, stack.connection(small).model_name
-    return None if theirs is None else lambda: theirs(operation, model, **job)
+@contextmanager
+def _round_trips(server: Server, count: int) -> Iterator[Work]:
+    """``count`` empty operations at once on one connection."""
+    noop = bytes([operation_numbers(server.release)["noop"]])  # msgpack of a small number
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.RCVTIMEO, 10_000)
+        socket.connect(server.url)
+
+        def exchange() -> None:
+            for _ in range(count):
+                socket.send_multipart([b"\x00", noop])
+            for _ in range(count):
+                socket.recv_multipart()
+
+        yield timed(exchange)
+        socket.setsockopt(zmq.LINGER, 0)

@@ -6,7 +6,7 @@ import json
 import select
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.measure import NotRun
+from benchmarks.measure import Work
 from kvdata import Connection, KVCacheContext, KVLayout
 from tests.live import stack as live
 from tests.live.environments import command
@@ -26,11 +26,16 @@ HERE = Path(__file__).parent
 READY_SECONDS, ANSWER_SECONDS = 120.0, 300.0
 
 
+EIGHT_B = KVLayout(num_layers=36, num_kv_heads=8, head_dim=128)
+# Lookups move no KV: their prefixes are stored in a geometry so small that 64 of them take 4 MB.
+SMALL = KVLayout(num_layers=1, num_kv_heads=1, head_dim=16)
+
+
 @dataclass(frozen=True)
 class Sizes:
-    """How much is moved; the defaults are those of an 8B model."""
+    """How much is moved."""
 
-    layout: KVLayout = KVLayout(num_layers=36, num_kv_heads=8, head_dim=128)
+    layout: KVLayout = EIGHT_B
     chunk: int = 256
     prefix: int = 2048  # tokens of a retrieve or store
     samples: int = 8
@@ -38,10 +43,6 @@ class Sizes:
     batch: int = 2
     lookups: int = 64
     pool_mb: int = 3072
-
-
-# Lookups move no KV: their prefixes are stored in a geometry so small that 64 of them take 4 MB.
-SMALL = KVLayout(num_layers=1, num_kv_heads=1, head_dim=16)
 
 
 class Upstream:
@@ -150,11 +151,15 @@ class Stack:
         layout = self.sizes.layout
         return tokens * layout.token_bytes * (layers or layout.num_layers) / layout.num_layers / 1e9
 
-    def theirs(self) -> Upstream:
-        """LMCache's SDK, or `NotRun`."""
-        if self.upstream is None:
-            raise NotRun("LMCache's SDK is not installed")
-        return self.upstream
+    def theirs(self, operation: str, small: bool = False, **job: Any) -> Work | None:
+        """A piece of work for LMCache's SDK (an operation of `benchmarks.upstream`), where it can be run."""
+        upstream, model = self.upstream, self.connection(small).model_name
+        return None if upstream is None else lambda: upstream(operation, model, **job)
+
+    def release(self) -> None:
+        """End the DataLoader workers of LMCache's SDK."""
+        if self.upstream is not None:
+            self.upstream.release()
 
     def close(self) -> None:
         """Close what this process has opened."""
