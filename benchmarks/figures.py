@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
-from benchmarks.measure import NotRun, Trial, compare, memcpy, row, timed, undone
+from benchmarks.measure import Trial, compare, memcpy, row, timed, undone
 from benchmarks.rows import existing
 from benchmarks.stack import Stack
 from kvdata import Connection, KVCacheDataset, collate
@@ -64,7 +64,7 @@ def first_touch(prefault: bool) -> Figure:
     """`rows.store` by a process that has just connected, with or without touching the pool at connect."""
 
     def figure(stack: Stack, repeats: int) -> dict[str, Any]:
-        connection, tokens = _prefaulting(stack.connection(), prefault), stack.tokens(stack.sizes.prefix)
+        connection, tokens = stack.connection(prefault=prefault), stack.tokens(stack.sizes.prefix)
 
         def store() -> float:
             with connection.connect() as ctx:
@@ -80,47 +80,41 @@ def connecting(prefault: bool) -> Figure:
     """Connecting and un-registering, with or without touching the pool."""
 
     def figure(stack: Stack, repeats: int) -> dict[str, Any]:
-        connection = _prefaulting(stack.connection(), prefault)
+        connection = stack.connection(prefault=prefault)
         return compare(Trial(1, "connects/s", timed(lambda: connection.connect().close())), repeats)
 
     return figure
-
-
-def _prefaulting(connection: Connection, prefault: bool) -> Connection:
-    if not prefault:
-        return connection
-    if "prefault" not in {field.name for field in fields(Connection)}:
-        raise NotRun("Connection has no prefault")
-    return replace(connection, **{"prefault": True})
 
 
 def loader_memory(stack: Stack, _repeats: int) -> dict[str, Any]:
     """Anonymous memory while iterating a KVLoader."""
     dataset = KVCacheDataset(stack.prefixes, connection=stack.connection())
     loader = existing("KVLoader")(dataset, batch_size=stack.sizes.batch)
-    return _held(stack, dataset, loader)
+    return _held(stack, dataset, loader, prefetch=loader.prefetch)
 
 
 def dataloader_memory(stack: Stack, _repeats: int) -> dict[str, Any]:
     """The same for a DataLoader in this process."""
     dataset = KVCacheDataset(stack.prefixes, connection=stack.connection())
-    return _held(stack, dataset, DataLoader(dataset, stack.sizes.batch, collate_fn=collate))
+    return _held(stack, dataset, DataLoader(dataset, stack.sizes.batch, collate_fn=collate), prefetch=0)
 
 
-def _held(stack: Stack, dataset: KVCacheDataset, batches: Iterable[Any]) -> dict[str, Any]:
-    """The most over two epochs above what there was before, in batches."""
+def _held(stack: Stack, dataset: KVCacheDataset, batches: Iterable[Any], prefetch: int) -> dict[str, Any]:
+    """The most over two epochs above what there was before, in batches; the limit is what it may be."""
     dataset.open()
     with _peak() as peak:
         for _ in range(2):
             for _ in batches:
                 pass
     dataset.close()
-    return row(peak() / (1e9 * stack.gigabytes(stack.sizes.batch * stack.sizes.sample)), "batches")
+    batch = 1e9 * stack.gigabytes(stack.sizes.batch * stack.sizes.sample)
+    return row(peak() / batch, "batches (at most the limit)", limit=prefetch + 2)
 
 
 @contextmanager
 def _peak() -> Iterator[Callable[[], int]]:
     """Gives, after the block, the most anonymous memory in it above that at its begin, in bytes."""
+    gc.collect()
     ended, before = threading.Event(), anonymous()
     seen = [before]
 

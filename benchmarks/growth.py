@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.multiprocessing
 from torch import distributed
+from torch.multiprocessing.spawn import start_processes
 from torch.utils.data import DataLoader, DistributedSampler
 
 from benchmarks.figures import Figure
@@ -80,7 +80,7 @@ def ranks(count: int) -> Figure:
     def figure(stack: Stack, repeats: int) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
             job = (count, folder, stack.prefixes, stack.connection(), stack.sizes.batch, repeats)
-            torch.multiprocessing.spawn(_rank, job, nprocs=count)
+            start_processes(_rank, job, nprocs=count)
             seconds = float((Path(folder) / "seconds").read_text())
         return row(stack.gigabytes(stack.sizes.samples * stack.sizes.sample) / seconds, "GB/s")
 
@@ -99,7 +99,7 @@ def _rank(
     torch.set_num_threads(max(1, torch.get_num_threads() // world_size))
     distributed.init_process_group("gloo", f"file://{folder}/rendezvous", rank=rank, world_size=world_size)
     dataset = KVCacheDataset(prefixes, connection=connection)
-    sampler = DistributedSampler(dataset, shuffle=False)
+    sampler: DistributedSampler[Any] = DistributedSampler(dataset, shuffle=False)
     loader = DataLoader(dataset, batch, sampler=sampler, collate_fn=collate)
     taken = []
     for _ in range(repeats + 1):

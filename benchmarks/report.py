@@ -97,7 +97,7 @@ def _plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
     for offset, (side, label, colour) in enumerate(sides):
         values = [row[side] or 0 for row in shown]
         bars = axes.bar([i + 0.4 * offset - 0.2 for i in range(len(shown))], values, 0.38, label=label, color=colour)
-        axes.bar_label(bars, [f"{value:.1f}" if value else "" for value in values], fontsize=8)
+        axes.bar_label(bars, [f"{value:.2g}" if value else "" for value in values], fontsize=8)
     limits = [row["limit"] for row in shown]
     places = range(len(shown))
     axes.hlines(limits, [i - 0.42 for i in places], [i + 0.42 for i in places], "black", "dashed", label="memcpy")

@@ -18,8 +18,7 @@ from torch.utils.data import DataLoader
 from benchmarks.measure import NotRun, Trial, Work, memcpy, timed, undone
 from benchmarks.stack import Stack
 from kvdata import KVCacheDataset, collate, datasets, worker_init_fn
-from kvdata.wire.messages import operation_numbers
-from tests.servers import Server
+from kvdata.wire.messages import NEWEST, operation_numbers
 
 
 @dataclass(frozen=True)
@@ -90,10 +89,9 @@ def lookup(stack: Stack) -> Iterator[Trial]:
         ctx.store(kv, tokens)
 
     def look() -> None:
-        many = getattr(ctx, "lookup_many", lambda prefixes: [ctx.lookup(tokens) for tokens in prefixes])
-        assert many(prefixes) == [sizes.sample] * len(prefixes)
+        assert ctx.lookup_many(prefixes) == [sizes.sample] * len(prefixes)
 
-    with _round_trips(stack.server, 4 * len(prefixes)) as limit:
+    with _round_trips(stack.server.url, 4 * len(prefixes)) as limit:
         yield Trial(
             len(prefixes), "lookups/s", timed(look), stack.theirs("lookup", small=True, prefixes=prefixes), limit
         )
@@ -193,12 +191,12 @@ def _epochs(stack: Stack, batches: Any, workers: int = 0) -> Trial:
 
 
 @contextmanager
-def _round_trips(server: Server, count: int) -> Iterator[Work]:
+def _round_trips(url: str, count: int) -> Iterator[Work]:
     """``count`` empty operations at once on one connection."""
-    noop = bytes([operation_numbers(server.release)["noop"]])  # msgpack of a small number
+    noop = bytes([operation_numbers(NEWEST)["noop"]])  # msgpack of a small number
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.RCVTIMEO, 10_000)
-        socket.connect(server.url)
+        socket.connect(url)
 
         def exchange() -> None:
             for _ in range(count):

@@ -230,7 +230,7 @@ def next_line(process: subprocess.Popen[bytes], seconds: float) -> bytes:
     line = process.stdout.readline() if ready else b""
     if not line:
         state = f"ended ({process.wait(10)})" if ready else f"said nothing for {seconds:g} s"
-        raise RuntimeError(f"{' '.join(map(str, process.args[1:2]))} {state}; see {live.LOGS}")
+        raise RuntimeError(f"process {process.pid} {state}; see the logs bench-*.log in {live.LOGS}")
     return line
 
 
@@ -239,7 +239,7 @@ def end(process: subprocess.Popen[bytes], seconds: float = 20.0) -> None:
     try:
         process.wait(seconds)
     except subprocess.TimeoutExpired:
-        print(f"killing {process.args}", file=sys.stderr)
+        print(f"killing process {process.pid}, which does not end", file=sys.stderr)
         process.kill()
         process.wait(seconds)
     finally:
