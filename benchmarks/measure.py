@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -11,6 +12,9 @@ from typing import Any
 import torch
 
 Work = Callable[[], float]  # does the work once, returns the seconds that count
+
+
+_TURN_SECONDS, _MOST_TIMES = 0.1, 50
 
 
 class NotRun(Exception):
@@ -57,16 +61,23 @@ def undone(work: Work, undo: Callable[[], object]) -> Work:
 
 
 def compare(trial: Trial, repeats: int) -> dict[str, Any]:
-    """Medians of ``repeats`` rounds after one to warm up, as rates and ratios."""
+    """Medians of ``repeats`` rounds after two to warm up, as rates and ratios.
+
+    Short work is done several times in its turn, of which the mean counts, so that a turn is not one lucky moment.
+    """
     sides = {"ours": trial.ours, "upstream": trial.upstream, "limit": trial.limit}
-    taken: dict[str, list[float]] = {name: [] for name, work in sides.items() if work}
-    for _ in range(repeats + 1):
-        for name, seconds in taken.items():
-            work = sides[name]
-            assert work is not None
-            seconds.append(work())
-    rates = {name: trial.amount / statistics.median(seconds[1:]) for name, seconds in taken.items()}
+    works = {name: work for name, work in sides.items() if work}
+    _turns(works, dict.fromkeys(works, 1))
+    first = _turns(works, dict.fromkeys(works, 1))
+    times = {name: min(_MOST_TIMES, math.ceil(_TURN_SECONDS / seconds)) for name, seconds in first.items()}
+    rounds = [_turns(works, times) for _ in range(repeats)]
+    rates = {name: trial.amount / statistics.median(turn[name] for turn in rounds) for name in works}
     return row(**rates, unit=trial.unit)
+
+
+def _turns(works: dict[str, Work], times: dict[str, int]) -> dict[str, float]:
+    """Each one's turn: the mean seconds of so many times."""
+    return {name: statistics.mean(work() for _ in range(times[name])) for name, work in works.items()}
 
 
 def row(ours: float, unit: str, upstream: float | None = None, limit: float | None = None) -> dict[str, Any]:

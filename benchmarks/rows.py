@@ -5,6 +5,7 @@ A new row is one function here, under the name with which it appears.
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -77,11 +78,20 @@ def store(stack: Stack) -> Iterator[Trial]:
 
 @row(vs_upstream=3)
 def lookup(stack: Stack) -> Iterator[Trial]:
-    """Prefixes that are all there, in one call.
+    """Prefixes that are all there, in one call, locks given back; LMCache's SDK gives them back after its time.
 
-    Ours gives the locks back within its time, LMCache's SDK after it. The limit is empty round trips: four messages a
-    prefix (lookup, its result, locks, session), all of them in flight.
+    The limit is empty round trips: four messages a prefix (lookup, its result, locks, session), all in flight.
     """
+    yield from _lookups(stack, release_timed=False)
+
+
+@row()
+def lookup_released(stack: Stack) -> Iterator[Trial]:
+    """The same, with what LMCache's client needs to give the locks back in its time, too."""
+    yield from _lookups(stack, release_timed=True)
+
+
+def _lookups(stack: Stack, release_timed: bool) -> Iterator[Trial]:
     ctx, sizes = stack.small, stack.sizes
     prefixes = [stack.tokens(sizes.sample) for _ in range(sizes.lookups)]
     kv = torch.zeros(2, ctx.layout.num_layers, sizes.sample, ctx.layout.hidden, dtype=ctx.layout.dtype)
@@ -91,26 +101,24 @@ def lookup(stack: Stack) -> Iterator[Trial]:
     def look() -> None:
         assert ctx.lookup_many(prefixes) == [sizes.sample] * len(prefixes)
 
+    theirs = stack.theirs("lookup", small=True, prefixes=prefixes, release_timed=release_timed)
     with _round_trips(stack.server.url, 4 * len(prefixes)) as limit:
-        yield Trial(
-            len(prefixes), "lookups/s", timed(look), stack.theirs("lookup", small=True, prefixes=prefixes), limit
-        )
+        yield Trial(len(prefixes), "lookups/s", timed(look), theirs, limit)
 
 
 @row(vs_upstream=20)
 def one_layer(stack: Stack) -> Iterator[Trial]:
-    """One layer of a prefix. The SDK must fetch all."""
-    ctx, tokens, layer = stack.ctx, stack.prefix, stack.sizes.layout.num_layers // 2
-    wanted = stack.kv[:, layer : layer + 1].contiguous()
-    out = torch.zeros_like(wanted)
-    ctx.retrieve(tokens, layers=[layer], out=out)
-    assert torch.equal(out, wanted)
+    """One layer of a prefix, another one each time so that no cache holds it. The SDK must fetch all."""
+    ctx, tokens, out = stack.ctx, stack.prefix, torch.zeros_like(stack.kv[:, :1])
+    layers = itertools.cycle(range(stack.sizes.layout.num_layers))
+    ctx.retrieve(tokens, layers=[1], out=out)
+    assert torch.equal(out, stack.kv[:, 1:2])
     yield Trial(
         stack.gigabytes(len(tokens), layers=1),
         "GB/s",
-        timed(lambda: ctx.retrieve(tokens, layers=[layer], out=out)),
-        stack.theirs("retrieve", tokens=tokens, layer=layer),
-        memcpy(wanted),
+        timed(lambda: ctx.retrieve(tokens, layers=[next(layers)], out=out)),
+        stack.theirs("retrieve", tokens=tokens, layer=1),
+        timed(lambda: out.copy_(stack.kv[:, (layer := next(layers)) : layer + 1])),
     )
 
 
