@@ -16,11 +16,13 @@ from typing import Any
 from benchmarks.figures import FIGURES
 from benchmarks.growth import GROWTH
 from benchmarks.measure import NotRun, compare
+from benchmarks.memory import MEMORY
 from benchmarks.report import SERVERS, write
 from benchmarks.rows import ROWS
 from benchmarks.stack import Sizes, Stack, running
 
-NAMES = [*ROWS, *FIGURES, *GROWTH]
+REPORTED = {**FIGURES, **MEMORY, **GROWTH}
+NAMES = [*ROWS, *REPORTED]
 
 
 def measure(stack: Stack, names: list[str], repeats: int, not_run: dict[str, str]) -> Iterator[dict[str, Any]]:
@@ -31,7 +33,7 @@ def measure(stack: Stack, names: list[str], repeats: int, not_run: dict[str, str
                 with ROWS[name].make(stack) as trial:
                     figures = compare(trial, repeats)
             else:
-                figures = {**FIGURES, **GROWTH}[name](stack, repeats)
+                figures = REPORTED[name](stack, repeats)
         except NotRun as exc:
             not_run[name] = str(exc)
         else:
@@ -41,7 +43,7 @@ def measure(stack: Stack, names: list[str], repeats: int, not_run: dict[str, str
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"rows to run, of: {', '.join(NAMES)}")
-    parser.add_argument("--repeats", type=int, default=5, help="rounds that count (default 5)")
+    parser.add_argument("--repeats", type=int, default=7, help="rounds that count (default: %(default)s)")
     parser.add_argument("--server", choices=SERVERS, action="append", help="default: both, the real one first")
     options = parser.parse_args()
     if unknown := set(options.names) - set(NAMES):

@@ -1,27 +1,20 @@
-"""What is reported without a mark: the other packings, first touch of the pool, memory held while iterating."""
+"""What is reported without a mark: the other packings, first touch of the pool."""
 
 from __future__ import annotations
 
-import gc
-import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
 
-from benchmarks.measure import Trial, compare, memcpy, row, timed, undone
-from benchmarks.rows import existing
+from benchmarks.measure import Trial, compare, memcpy, timed, undone
 from benchmarks.stack import Stack
-from kvdata import Connection, KVCacheDataset, collate
+from kvdata import Connection
 
-# Makes rows of `measure.row` from a stack and the number of repeats.
+# Makes a `measure.row` from a stack and the number of repeats.
 Figure = Callable[[Stack, int], dict[str, Any]]
 
 BLOCK_SIZE = 128  # of vLLM's CPU backend
-_SAMPLE_SECONDS = 0.002
 
 
 def _packed(stack: Stack, packing: str) -> Connection:
@@ -86,57 +79,6 @@ def connecting(prefault: bool) -> Figure:
     return figure
 
 
-def loader_memory(stack: Stack, _repeats: int) -> dict[str, Any]:
-    """Anonymous memory while iterating a KVLoader."""
-    dataset = KVCacheDataset(stack.prefixes, connection=stack.connection())
-    loader = existing("KVLoader")(dataset, batch_size=stack.sizes.batch)
-    return _held(stack, dataset, loader, prefetch=loader.prefetch)
-
-
-def dataloader_memory(stack: Stack, _repeats: int) -> dict[str, Any]:
-    """The same for a DataLoader in this process."""
-    dataset = KVCacheDataset(stack.prefixes, connection=stack.connection())
-    return _held(stack, dataset, DataLoader(dataset, stack.sizes.batch, collate_fn=collate), prefetch=0)
-
-
-def _held(stack: Stack, dataset: KVCacheDataset, batches: Iterable[Any], prefetch: int) -> dict[str, Any]:
-    """The most over two epochs above what there was before, in batches; the limit is what it may be."""
-    dataset.open()
-    with _peak() as peak:
-        for _ in range(2):
-            for _ in batches:
-                pass
-    dataset.close()
-    batch = 1e9 * stack.gigabytes(stack.sizes.batch * stack.sizes.sample)
-    return row(peak() / batch, "batches (at most the limit)", limit=prefetch + 2)
-
-
-@contextmanager
-def _peak() -> Iterator[Callable[[], int]]:
-    """Gives, after the block, the most anonymous memory in it above that at its begin, in bytes."""
-    gc.collect()
-    ended, before = threading.Event(), anonymous()
-    seen = [before]
-
-    def watch() -> None:
-        while not ended.wait(_SAMPLE_SECONDS):
-            seen.append(anonymous())
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    try:
-        yield lambda: max(seen) - before
-    finally:
-        ended.set()
-        watcher.join()
-
-
-def anonymous() -> int:
-    """Bytes of this process's resident anonymous memory; mapped pools do not count."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
-    return 1024 * int(line.split()[1])
-
-
 FIGURES: dict[str, Figure] = {
     "retrieve_fused": packed_retrieve("fused"),
     "retrieve_vllm_cpu": packed_retrieve("vllm-cpu"),
@@ -146,6 +88,4 @@ FIGURES: dict[str, Figure] = {
     "store_prefaulted": first_touch(prefault=True),
     "connect": connecting(prefault=False),
     "connect_prefault": connecting(prefault=True),
-    "memory_dataloader0": dataloader_memory,
-    "memory_loader": loader_memory,
 }

@@ -39,7 +39,7 @@ def _page(rows: Sequence[dict[str, Any]], not_run: dict[str, str], command: str)
         "Each figure is a median of interleaved rounds of one run: kvdata, LMCache's SDK, limit, and again. The limit "
         "of a bandwidth is a plain copy between two buffers that were written before; of the lookups, four empty round "
         "trips a prefix, all in flight. Ratios compare within the run; absolute figures belong to the machine. What "
-        "each row does is said in `benchmarks/rows.py`, `figures.py` and `growth.py`.",
+        "each row does is said in `benchmarks/rows.py`, `figures.py`, `memory.py` and `growth.py`.",
         "![GB/s](results.png)",
     ]
     for server, name in SERVERS.items():
