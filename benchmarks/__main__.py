@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,6 +49,7 @@ def main() -> None:
     options = parser.parse_args()
     if unknown := set(options.names) - set(NAMES):
         parser.error(f"no row named {', '.join(sorted(unknown))}")
+    load, _, _ = os.getloadavg()
     rows: list[dict[str, Any]] = []
     not_run: dict[str, str] = {}
     for kind in options.server or SERVERS:
@@ -60,7 +62,7 @@ def main() -> None:
     for name, why in not_run.items():
         print(f"not run: {name}: {why}", file=sys.stderr)
     if not options.names:
-        write(rows, not_run, "make bench", Path(__file__).parent)
+        write(rows, not_run, "make bench", load, Path(__file__).parent)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ def test_the_report_has_every_row_and_names_the_missed_marks(tmp_path):
         {"name": "retrieve", "ours": 9.0, "upstream": 2.0, "vs_upstream": 4.5, "vs_limit": 0.9, **common},
         {"name": "one_layer", "ours": 1.0, "upstream": 0.5, "vs_upstream": 2.0, "vs_limit": 0.1, **common},
     ]
-    report.write(rows, {"snapshot": "none here"}, "make bench", tmp_path)
+    report.write(rows, {"snapshot": "none here"}, "make bench", 0.0, tmp_path)
     assert json.loads((tmp_path / "results.json").read_text()) == rows
     page = (tmp_path / "RESULTS.md").read_text()
     assert "| retrieve | 9 | 2 | 10 | GB/s | 4.5 (3) | 0.9 (0.75) |" in page
