@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader
 
 from benchmarks.figures import Figure
 from benchmarks.measure import row
-from benchmarks.rows import existing
 from benchmarks.stack import Stack
 from kvdata import Connection, KVCacheDataset, collate
+from kvdata.datasets import KVLoader
 
 _SAMPLE_SECONDS = 0.002
 _EPOCHS = 2
@@ -34,7 +34,7 @@ def dataloader0(dataset: KVCacheDataset, batch_size: int) -> tuple[Any, int]:
 
 def loader(dataset: KVCacheDataset, batch_size: int) -> tuple[Any, int]:
     """A KVLoader."""
-    made = existing("KVLoader")(dataset, batch_size=batch_size)
+    made = KVLoader(dataset, batch_size=batch_size)
     return made, made.prefetch
 
 

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 from benchmarks.measure import NotRun, Trial, Work, memcpy, timed, undone
 from benchmarks.stack import Stack
 from kvdata import KVCacheDataset, collate, datasets, worker_init_fn
+from kvdata.datasets import KVLoader
 from kvdata.wire.messages import NEWEST, operation_numbers
 
 
@@ -127,7 +128,7 @@ def loader(stack: Stack) -> Iterator[Trial]:
     """An epoch through KVLoader."""
     dataset = KVCacheDataset(stack.prefixes, connection=stack.connection())
     try:
-        yield _epochs(stack, existing("KVLoader")(dataset, batch_size=stack.sizes.batch))
+        yield _epochs(stack, KVLoader(dataset, batch_size=stack.sizes.batch))
     finally:
         dataset.close()
 
