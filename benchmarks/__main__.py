@@ -9,14 +9,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from benchmarks.figures import FIGURES
 from benchmarks.growth import GROWTH
-from benchmarks.measure import NotRun, compare
+from benchmarks.measure import compare
 from benchmarks.memory import MEMORY
 from benchmarks.report import SERVERS, write
 from benchmarks.rows import ROWS
@@ -26,19 +25,15 @@ REPORTED = {**FIGURES, **MEMORY, **GROWTH}
 NAMES = [*ROWS, *REPORTED]
 
 
-def measure(stack: Stack, names: list[str], repeats: int, not_run: dict[str, str]) -> Iterator[dict[str, Any]]:
-    """The rows of these names on one server; ``not_run`` takes what has nothing to measure."""
+def measure(stack: Stack, names: list[str], repeats: int) -> Iterator[dict[str, Any]]:
+    """The rows of these names on one server."""
     for name in names:
-        try:
-            if name in ROWS:
-                with ROWS[name].make(stack) as trial:
-                    figures = compare(trial, repeats)
-            else:
-                figures = REPORTED[name](stack, repeats)
-        except NotRun as exc:
-            not_run[name] = str(exc)
+        if name in ROWS:
+            with ROWS[name].make(stack) as trial:
+                figures = compare(trial, repeats)
         else:
-            yield {"name": name, **figures, "server": stack.kind}
+            figures = REPORTED[name](stack, repeats)
+        yield {"name": name, **figures, "server": stack.kind}
 
 
 def main() -> None:
@@ -51,18 +46,15 @@ def main() -> None:
         parser.error(f"no row named {', '.join(sorted(unknown))}")
     load, _, _ = os.getloadavg()
     rows: list[dict[str, Any]] = []
-    not_run: dict[str, str] = {}
     for kind in options.server or SERVERS:
         # What no server has a part in is measured once.
         names = [name for name in options.names or NAMES if not (rows and name.startswith("prefixes_"))]
         with running(kind, Sizes()) as stack:
-            for row in measure(stack, names, options.repeats, not_run):
+            for row in measure(stack, names, options.repeats):
                 print(json.dumps(row), flush=True)
                 rows.append(row)
-    for name, why in not_run.items():
-        print(f"not run: {name}: {why}", file=sys.stderr)
     if not options.names:
-        write(rows, not_run, "make bench", load, Path(__file__).parent)
+        write(rows, "make bench", load, Path(__file__).parent)
 
 
 if __name__ == "__main__":

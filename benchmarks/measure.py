@@ -17,10 +17,6 @@ Work = Callable[[], float]  # does the work once, returns the seconds that count
 _TURN_SECONDS, _MOST_TIMES = 0.1, 50
 
 
-class NotRun(Exception):
-    """A row whose subject does not exist here; the message says what is missing."""
-
-
 @dataclass
 class Trial:
     """One row: three ways to do the same work.

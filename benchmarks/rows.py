@@ -16,10 +16,10 @@ import torch
 import zmq
 from torch.utils.data import DataLoader
 
-from benchmarks.measure import NotRun, Trial, Work, memcpy, timed, undone
+from benchmarks.measure import Trial, Work, memcpy, timed, undone
 from benchmarks.stack import Stack
-from kvdata import KVCacheDataset, collate, datasets, worker_init_fn
-from kvdata.datasets import KVLoader
+from kvdata import KVCacheDataset, collate, worker_init_fn
+from kvdata.datasets import KVLoader, KVSnapshotDataset, Snapshot
 from kvdata.wire.messages import NEWEST, operation_numbers
 
 
@@ -165,21 +165,13 @@ def dataloader2(stack: Stack) -> Iterator[Trial]:
 @row()
 def snapshot(stack: Stack) -> Iterator[Trial]:
     """An epoch from a snapshot on disk, through a DataLoader in this process."""
-    write, read = existing("Snapshot").write, existing("KVSnapshotDataset")
     dataset = KVCacheDataset(stack.prefixes, connection=stack.connection())
     try:
         with tempfile.TemporaryDirectory() as folder:
-            write(dataset, folder)
-            yield _epochs(stack, DataLoader(read(folder), stack.sizes.batch, collate_fn=collate))
+            Snapshot.write(dataset, folder)
+            yield _epochs(stack, DataLoader(KVSnapshotDataset(folder), stack.sizes.batch, collate_fn=collate))
     finally:
         dataset.close()
-
-
-def existing(name: str) -> Any:
-    """A public name of `kvdata.datasets`, or `NotRun`."""
-    if not hasattr(datasets, name):
-        raise NotRun(f"kvdata.datasets has no {name}")
-    return getattr(datasets, name)
 
 
 def _epochs(stack: Stack, batches: Any, workers: int = 0) -> Trial:
