@@ -60,7 +60,7 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 bench: $(READY)
-	$(BIN)/python benchmarks/retrieve.py
+	$(BIN)/python -m benchmarks
 
 clean:
 	rm -rf $(VENV) .cache build *.egg-info
