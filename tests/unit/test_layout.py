@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kvdata import KVLayout
+from kvdata.client.copying import copy_all
 from kvdata.errors import GeometryMismatch, InvalidRequest
 from kvdata.layout import Part
 
