@@ -141,34 +141,36 @@ class KVLayout:
         if self.block_size is None:
             return self._stored(chunk)
         kv = torch.empty(2, self.num_layers, self._tokens(chunk), self.hidden, dtype=self.dtype)
-        self.decode(chunk, kv)
+        for destination, source in self.decode(chunk, kv):
+            destination.copy_(source)
         return self.heads(kv)
 
-    def decode(self, chunk: torch.Tensor, kv: torch.Tensor, part: Part = WHOLE) -> None:
-        """Copy the part of a stored chunk into ``kv`` (``[2, L, T, D]`` of that part; converted to its dtype)."""
+    def decode(
+        self, chunk: torch.Tensor, kv: torch.Tensor, part: Part = WHOLE
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """What to copy so that ``kv`` (``[2, L, T, D]`` of the part) holds that part of a stored chunk.
+
+        Returns destinations and sources, which are views: nothing is copied here, unless the part cuts a block of a
+        packing whose blocks can only be read whole.
+        """
         heads = self.heads(kv)
         if self.block_size is None:
-            heads.copy_(self._stored(chunk)[part.kinds, part.layers, part.tokens, part.heads])
-            return
+            return [(heads, self._stored(chunk)[part.kinds, part.layers, part.tokens, part.heads])]
         tokens, block = self._tokens(chunk), self.block_size
         start, stop, _ = part.tokens.indices(tokens)
         first, last = start // block * block, -(-stop // block) * block
         if (first, last) == (start, stop):
-            target = heads
-        else:  # blocks are decoded whole: their tokens are interleaved
-            target = heads.new_empty((*heads.shape[:2], last - first, *heads.shape[3:]))
-        for stored, wanted in self._pairs(chunk, target, part._replace(tokens=slice(first, last))):
+            return [(wanted, stored) for stored, wanted in self._pairs(chunk, heads, part)]
+        whole = heads.new_empty((*heads.shape[:2], last - first, *heads.shape[3:]), dtype=self.dtype)
+        for stored, wanted in self._pairs(chunk, whole, part._replace(tokens=slice(first, last))):
             wanted.copy_(stored)
-        if target is not heads:
-            heads.copy_(target[:, :, start - first : stop - first])
+        return [(heads, whole[:, :, start - first : stop - first])]
 
-    def encode(self, kv: torch.Tensor, chunk: torch.Tensor) -> None:
-        """Copy ``kv`` (``[2, L, T, D]``) into the memory of a chunk; the inverse of `decode`."""
+    def encode(self, kv: torch.Tensor, chunk: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """What to copy so that a chunk's memory holds ``kv`` (``[2, L, T, D]``); the inverse of `decode`."""
         if self.block_size is None:
-            self._stored(chunk).copy_(self.heads(kv))
-            return
-        for stored, given in self._pairs(chunk, self.heads(kv), WHOLE):
-            stored.copy_(given)
+            return [(self._stored(chunk), self.heads(kv))]
+        return self._pairs(chunk, self.heads(kv), WHOLE)
 
     def _pairs(self, chunk: torch.Tensor, heads: torch.Tensor, part: Part) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Views of a chunk of blocks and of ``heads`` (``[2, L, T, H, S]``) that hold the same elements at the same

@@ -19,7 +19,7 @@ import torch
 Pair = tuple[torch.Tensor, torch.Tensor]  # destination and source of one shape
 
 # Small enough to share out evenly, large enough that a piece's overhead (about 10 us) does not count.
-_PIECE_BYTES = 4 << 20
+_PIECE_BYTES = 16 << 20
 _WORDS = {2: torch.int16, 4: torch.int32}
 
 

@@ -12,6 +12,7 @@ from types import TracebackType
 
 import torch
 
+from kvdata.client.copying import Pair, copy_all
 from kvdata.client.request import Request
 from kvdata.client.rpc import Call, Deadline
 from kvdata.client.selection import WHOLE, Selection, runs
@@ -160,6 +161,7 @@ def gather(lease: Lease, layout: KVLayout, selection: Selection, out: torch.Tens
     shard = layout.shard(len(lease.workers))
     heads = list(runs(selection.head_numbers(layout), shard.num_kv_heads))
     layers = list(runs(selection.layer_numbers(layout), layout.num_layers))
+    pairs: list[Pair] = []
     for number in lease.span:
         first = number * size
         inside = slice(max(tokens.start - first, 0), min(tokens.stop - first, size))
@@ -168,7 +170,9 @@ def gather(lease: Lease, layout: KVLayout, selection: Selection, out: torch.Tens
             chunk = lease.workers[worker][number - lease.span.start]
             part = target[..., columns.start * layout.head_dim : columns.stop * layout.head_dim]
             for _, layer_slice, rows in layers:
-                shard.decode(chunk, part[:, rows], Part(selection.kind_slice(), layer_slice, inside, head_slice))
+                wanted = Part(selection.kind_slice(), layer_slice, inside, head_slice)
+                pairs += shard.decode(chunk, part[:, rows], wanted)
+    copy_all(pairs)
     return out
 
 

@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import torch
 
+from kvdata.client.copying import copy_all
 from kvdata.client.request import Request
 from kvdata.client.rpc import Deadline
 from kvdata.client.session import Session
@@ -83,8 +84,11 @@ def _write_slots(
         slots = _map_slots(session, reply.context.slots)
         if len(set(reserved)) != len(slots) or not set(reserved) <= set(missing):
             raise ProtocolError(f"prepare_store answered {len(slots)} slots for the chunks {reserved}")
-        for index, slot in zip(reserved, slots, strict=True):
-            session.shard.encode(_chunk(session, kv, index), slot)
+        copy_all(
+            pair
+            for index, slot in zip(reserved, slots, strict=True)
+            for pair in session.shard.encode(_chunk(session, kv, index), slot)
+        )
         check_pool(session, "store")
         done = session.call("commit_store", key, session.instance_id, b"", result=bool, deadline=deadline)
     except BaseException:
@@ -102,7 +106,7 @@ def _write_pickle(
     chunks = []
     for index in range(start, request.chunks):
         chunk = torch.empty(shape, dtype=session.shard.dtype)
-        session.shard.encode(_chunk(session, kv, index), chunk)
+        copy_all(session.shard.encode(_chunk(session, kv, index), chunk))
         chunks.append(chunk)
     payload = tensors.dumps(chunks)
     done = session.call(

@@ -122,15 +122,10 @@ class _Ahead:
     threads: list[threading.Thread] = field(default_factory=list)
 
     def start(self, count: int) -> None:
-        cores = torch.get_num_threads()
-        ready = threading.Barrier(count + 1)
         for number in range(count):
-            arguments = (max(1, cores // count), ready)
-            thread = threading.Thread(target=self._run, args=arguments, name=f"kvdata-fetch-{number}", daemon=True)
+            thread = threading.Thread(target=self._run, name=f"kvdata-fetch-{number}", daemon=True)
             self.threads.append(thread)
             thread.start()
-        ready.wait(_CHECK_SECONDS)
-        torch.set_num_threads(cores)  # what a thread sets for itself becomes the default of later ones
 
     def next(self) -> Any:
         """The next batch, or the error that reading it raised; `StopIteration` behind the last."""
@@ -158,9 +153,7 @@ class _Ahead:
         for thread in self.threads:
             thread.join()
 
-    def _run(self, share: int, ready: threading.Barrier) -> None:
-        torch.set_num_threads(share)  # of this thread: several that copy share the cores
-        ready.wait(_CHECK_SECONDS)
+    def _run(self) -> None:
         while (job := self._job()) is not None:
             number, indices = job
             try:
