@@ -368,7 +368,7 @@ class KVCacheContext:
             self._count(leases.each)
             yield leases.each
         finally:
-            leases.close()
+            leases.close(wait=operation != "retrieve")
 
     def _count(self, leases: list[Lease]) -> None:
         self._stats.lookups += len(leases)

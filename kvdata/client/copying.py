@@ -20,7 +20,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]  # destination and source of one shape
 
 # Small enough to share out evenly, large enough that a piece's overhead (about 10 us) does not count.
 _PIECE_BYTES = 16 << 20
-_WORDS = {2: torch.int16, 4: torch.int32}
+_WORDS = (torch.int64, torch.int32, torch.int16)
 
 
 def copy_all(pairs: Iterable[Pair]) -> None:
@@ -28,8 +28,10 @@ def copy_all(pairs: Iterable[Pair]) -> None:
     pieces: deque[tuple[np.ndarray, np.ndarray]] = deque()
     for destination, source in pairs:
         if destination.dtype == source.dtype:
+            destination, source = _as_words(destination, source)
+        if destination.dtype == source.dtype and destination.stride(-1) == source.stride(-1) == 1:
             pieces += zip(_pieces(destination), _pieces(source), strict=True)
-        else:
+        else:  # converted, or in another order
             destination.copy_(source)
     helpers = min(torch.get_num_threads(), len(pieces)) - 1
     waits = [_pool().submit(_drain, pieces) for _ in range(helpers)]
@@ -51,11 +53,21 @@ def _drain(pieces: deque[tuple[np.ndarray, np.ndarray]]) -> None:
 
 
 def _pieces(tensor: torch.Tensor) -> Iterator[np.ndarray]:
-    """A tensor, cut along its longest leading axes, as words of its element size (numpy has no bfloat16)."""
-    words = tensor.detach().view(_WORDS[tensor.dtype.itemsize])
-    axis = max(range(min(2, words.ndim)), key=lambda a: words.shape[a])
-    count = min(words.shape[axis], -(-tensor.numel() * tensor.dtype.itemsize // _PIECE_BYTES))
-    return (part.numpy() for part in (words.tensor_split(count, axis) if count > 1 else [words]))
+    """A tensor, cut along the longer of its first two axes."""
+    axis = max(range(min(2, tensor.ndim)), key=lambda a: tensor.shape[a])
+    count = min(tensor.shape[axis], -(-tensor.numel() * tensor.dtype.itemsize // _PIECE_BYTES))
+    return (part.numpy() for part in (tensor.tensor_split(count, axis) if count > 1 else [tensor]))
+
+
+def _as_words(destination: torch.Tensor, source: torch.Tensor) -> Pair:
+    """Both as integers, as wide as their strides allow: numpy has no bfloat16, and fewer words are copied faster."""
+    for words in _WORDS:
+        if words.itemsize >= destination.dtype.itemsize:
+            try:
+                return destination.detach().view(words), source.detach().view(words)
+            except RuntimeError:  # some stride is not a whole number of them
+                continue
+    return destination, source
 
 
 _pools: dict[int, ThreadPoolExecutor] = {}

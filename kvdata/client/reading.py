@@ -101,12 +101,16 @@ class Leases:
     ) -> None:
         self.close()
 
-    def close(self) -> None:
-        """Give all locks back; what is mapped is invalid from here on. Never raises."""
+    def close(self, wait: bool = True) -> None:
+        """Give all locks back; what is mapped is invalid from here on. Never raises.
+
+        Without ``wait`` the server does it while this process goes on.
+        """
         leases, self.each = self.each, []
         session = self._session
         session.clean_up(
-            list(chain.from_iterable(lease.give_back(session.world_size, session.instance_id) for lease in leases))
+            list(chain.from_iterable(lease.give_back(session.world_size, session.instance_id) for lease in leases)),
+            wait,
         )
 
     def look_up(self, deadline: Deadline) -> Leases:

@@ -11,7 +11,9 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
 import msgspec
@@ -28,6 +30,7 @@ _CONNECT_SECONDS = 5.0
 _FLUSH_MS = 200
 # Deeper pipelines are no faster, and leave more unread in a server when a client is stopped.
 _IN_FLIGHT = 32
+_POSTED_SECONDS = 2.0
 
 
 class Deadline:
@@ -44,6 +47,14 @@ class Deadline:
         return max(0.0, self._end - time.monotonic())
 
 
+@dataclass
+class _Group:
+    """Posted requests: how many are unanswered, and what follows them."""
+
+    left: int
+    then: Sequence[Call]
+
+
 class Rpc:
     """One connection to the server's ZMQ port. Thread-safe: one thread's calls are on the wire at a time.
 
@@ -58,6 +69,7 @@ class Rpc:
         self._lock = threading.Lock()
         self._uid = 0
         self._lost = False
+        self._posted: dict[bytes, _Group] = {}
         self._zmq = zmq.Context()
         try:
             self._open()
@@ -88,24 +100,33 @@ class Rpc:
         """
         if not calls:
             return []
-        if not self._lock.acquire(timeout=deadline.remaining()):
-            raise ServerTimeout(f"{calls[0][0]}: another thread kept the connection for {deadline.seconds:g} s")
-        try:
+        with self._alone(calls[0][0], deadline):
             frames = self._exchange(calls, deadline)
-        finally:
-            self._lock.release()
         try:
             return [None if frame is None else msgspec.msgpack.decode(frame, type=result) for frame in frames]
         except msgspec.MsgspecError as exc:
             raise ProtocolError(f"{calls[0][0]}: {self.url} sent an answer that does not decode: {exc}") from exc
 
-    def post(self, operation: str, *args: Any) -> None:
-        """Send one request without waiting for its reply, if the connection takes it soon."""
-        with self._lock:
-            try:
-                self._send(operation, args, Deadline(_FLUSH_MS / 1000))
-            except ServerUnreachable:
-                pass
+    def post(self, calls: Sequence[Call], then: Sequence[Call] = ()) -> None:
+        """Send requests without waiting for their replies, and ``then`` others once all of them are answered.
+
+        Replies are read when something else is waited for, at the latest by `settle`.
+        """
+        deadline = Deadline(_POSTED_SECONDS)
+        with self._alone("clean-up", deadline):
+            if len(self._posted) + len(calls) > _IN_FLIGHT:
+                self._settle(deadline)
+            self._post(calls, then)
+
+    def settle(self, deadline: Deadline) -> None:
+        """Wait for the replies to all that was posted."""
+        with self._alone("clean-up", deadline):
+            self._settle(deadline)
+
+    def unsent(self) -> list[Call]:
+        """Posted requests that still wait for others to be answered; for when no more is asked on this connection."""
+        groups = {id(group): group for group in list(self._posted.values())}
+        return [call for group in groups.values() for call in group.then]
 
     def lost(self) -> bool:
         """True once the peer has gone away, even if another server has taken its place since."""
@@ -119,6 +140,32 @@ class Rpc:
             self._socket.disable_monitor()
             # What was posted last must still leave; a stopped server's kernel takes it at once.
             self._zmq.destroy(linger=0 if self._lost else _FLUSH_MS)
+
+    @contextmanager
+    def _alone(self, operation: str, deadline: Deadline) -> Iterator[None]:
+        if not self._lock.acquire(timeout=deadline.remaining()):
+            raise ServerTimeout(f"{operation}: another thread kept the connection for {deadline.seconds:g} s")
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def _post(self, calls: Sequence[Call], then: Sequence[Call]) -> None:
+        group = _Group(len(calls), then)
+        for operation, args in calls:
+            self._posted[self._send(operation, args, Deadline(_FLUSH_MS / 1000))] = group
+
+    def _settle(self, deadline: Deadline) -> None:
+        while self._posted:
+            self._answered(self._receive("clean-up", deadline)[0])
+
+    def _answered(self, uid: bytes) -> None:
+        """A reply that nobody waits for."""
+        group = self._posted.pop(uid, None)
+        if group is not None:
+            group.left -= 1
+            if not group.left:
+                self._post(group.then, ())
 
     def _send(self, operation: str, args: tuple[Any, ...], deadline: Deadline) -> bytes:
         self._uid += 1
@@ -141,6 +188,7 @@ class Rpc:
             # Interrupted between two frames: closing drops the torso, which the next request would be appended to.
             self._socket.disable_monitor()
             self._socket.close(0)
+            self._posted.clear()
             self._open()
             raise
         return uid
@@ -158,6 +206,8 @@ class Rpc:
             if uid in places:
                 frames[places.pop(uid)] = answer[1] if len(answer) > 1 else None
                 left -= 1
+            else:
+                self._answered(uid)
         return frames
 
     def _receive(self, operation: str, deadline: Deadline) -> list[bytes]:

@@ -13,7 +13,7 @@ import os
 import secrets
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -179,6 +179,7 @@ class Session:
         if self.info.release < _DELETES:
             release = ".".join(map(str, self.info.release))
             raise UnsupportedServer(f"LMCache {release} cannot delete chunks by key; it came with 0.5.2")
+        self.settle_posted()  # our own read locks must not be in the way
         hashes = chunk_hashes(request.ids, self.chunk_size)
         keys = [
             {
@@ -220,7 +221,9 @@ class Session:
     def take_owed(self) -> list[Call]:
         """What could not be given back because the server did not answer; for `settle` of the next session."""
         owed, self._owed = self._owed, []
-        return [] if self._rpc is None or self._rpc.lost() else owed  # a server that has gone has forgotten it
+        if self._rpc is None or self._rpc.lost():
+            return []  # a server that has gone has forgotten it
+        return owed + self._rpc.unsent()
 
     def settle(self, owed: list[Call]) -> None:
         """Give back what an earlier session of this process still owes the server. Never raises."""
@@ -228,6 +231,7 @@ class Session:
 
     def close(self) -> None:
         """Un-register and close everything; safe to call twice, and in a forked child."""
+        self.settle_posted()
         rpc, self._rpc = self._rpc, None
         if self.pid != os.getpid():
             return  # sockets and registration belong to the parent
@@ -235,8 +239,8 @@ class Session:
             # Un-registering publishes a pending reservation as if it were written; left alone, it expires.
             if self._registered and not self._reserving:
                 self._clean_up(rpc, [("unregister", (self.instance_id,))])
-            for operation, args in self._owed:  # the last chance, without waiting
-                rpc.post(operation, *args)
+            if self._owed:
+                self._tried("clean-up", lambda rpc: rpc.post(self._owed), rpc)  # the last chance, without waiting
             rpc.close()
         self.http.close()
         if self.pool is not None:
@@ -284,26 +288,41 @@ class Session:
                     "--shm-name"
                 ) from exc
 
-    def clean_up(self, calls: Sequence[Call]) -> None:
+    def clean_up(self, calls: Sequence[Call], wait: bool = True) -> None:
         """Operations that give something back to the server. Never raises; waits briefly or not at all."""
         if calls and self._rpc is not None and self.pid == os.getpid():
-            self._clean_up(self._rpc, calls)
+            self._clean_up(self._rpc, calls, wait)
 
-    def _clean_up(self, rpc: Rpc, calls: Sequence[Call]) -> None:
+    def settle_posted(self) -> None:
+        """Wait until the server has done what `clean_up` did not wait for. Never raises."""
+        if self._rpc is not None and self.pid == os.getpid() and not self._stale:
+            self._tried("clean-up", lambda rpc: rpc.settle(Deadline(CLEANUP_SECONDS)), self._rpc)
+
+    def _clean_up(self, rpc: Rpc, calls: Sequence[Call], wait: bool = True) -> None:
+        if self._stale and not rpc.lost():
+            # Not now: a server that is only slow has not even done yet what is to be undone.
+            self._owed += calls
+            return
+        # A server's workers may overtake each other: a release after its session's end begins the session anew.
+        ends = [call for call in calls if call[0] == "end_session"]
+        releases = [call for call in calls if call[0] != "end_session"]
+
+        def give_back(rpc: Rpc) -> None:
+            if not wait:
+                rpc.post(releases or ends, ends if releases else ())
+                return
+            for now in (releases, ends):
+                rpc.call_many(now, object, Deadline(CLEANUP_SECONDS))
+
+        self._tried(", ".join(sorted({operation for operation, _ in calls})), give_back, rpc)
+
+    def _tried(self, names: str, action: Callable[[Rpc], None], rpc: Rpc) -> None:
         if rpc.lost():
             return
         try:
-            if self._stale:
-                # Not now: a server that is only slow has not even done yet what is to be undone.
-                self._owed += calls
-            else:
-                # A server's workers may overtake each other: a release after its session's end begins the session anew.
-                for last in (False, True):
-                    now = [call for call in calls if (call[0] == "end_session") is last]
-                    rpc.call_many(now, object, Deadline(CLEANUP_SECONDS))
+            action(rpc)
         except KVCacheSDKError as exc:
             self.mark_stale()
-            names = ", ".join(sorted({operation for operation, _ in calls}))
             log.warning("%s failed during clean-up (%s); the server drops the leftovers by itself", names, exc)
 
 
