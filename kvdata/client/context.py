@@ -32,6 +32,7 @@ from kvdata.wire.keys import Tokens, check_salt, token_list
 T = TypeVar("T")
 
 _POLL_SECONDS = 0.05
+_RELEASE_SECONDS = 0.3
 
 
 @dataclass
@@ -279,6 +280,11 @@ class KVCacheContext:
             return session.delete(request, range(request.chunks)) if request.chunks else (0, 0)
 
         deleted, locked = self._attempt("delete", attempt)
+        patience = Deadline(_RELEASE_SECONDS)
+        while locked and patience.remaining():  # a reader that has just finished is not waited for by anybody else
+            time.sleep(_POLL_SECONDS)
+            more, locked = self._attempt("delete", attempt)
+            deleted += more
         if locked:
             raise CacheLocked(f"{locked} chunks are being read and were kept ({deleted} deleted); delete again later")
         return deleted
@@ -346,7 +352,7 @@ class KVCacheContext:
         """Leases of several prefixes: looked up, and with a selection mapped."""
 
         def attempt(session: Session, deadline: Deadline) -> Leases:
-            leases = Leases(session, wanted)
+            leases = Leases(session, wanted, wait=operation != "retrieve")
             try:
                 leases.look_up(deadline)
                 if selection is not None:
@@ -368,7 +374,7 @@ class KVCacheContext:
             self._count(leases.each)
             yield leases.each
         finally:
-            leases.close(wait=operation != "retrieve")
+            leases.close()
 
     def _count(self, leases: list[Lease]) -> None:
         self._stats.lookups += len(leases)

@@ -87,10 +87,12 @@ class Leases:
     Args:
         session: with the server.
         wanted: the prefixes.
+        wait: at the end, for the server to have done so; else it does while this process goes on.
     """
 
-    def __init__(self, session: Session, wanted: Wanted) -> None:
+    def __init__(self, session: Session, wanted: Wanted, wait: bool = True) -> None:
         self._session = session
+        self._wait = wait
         self.each = [Lease(session.request(ids, salt)) for ids, salt in wanted]
 
     def __enter__(self) -> Leases:
@@ -101,16 +103,13 @@ class Leases:
     ) -> None:
         self.close()
 
-    def close(self, wait: bool = True) -> None:
-        """Give all locks back; what is mapped is invalid from here on. Never raises.
-
-        Without ``wait`` the server does it while this process goes on.
-        """
+    def close(self) -> None:
+        """Give all locks back; what is mapped is invalid from here on. Never raises."""
         leases, self.each = self.each, []
         session = self._session
         session.clean_up(
             list(chain.from_iterable(lease.give_back(session.world_size, session.instance_id) for lease in leases)),
-            wait,
+            self._wait,
         )
 
     def look_up(self, deadline: Deadline) -> Leases:
@@ -151,7 +150,7 @@ class Leases:
 
 def readable_chunks(session: Session, ids: Sequence[int], salt: str, deadline: Deadline) -> int:
     """How many leading chunks of ``ids`` the server holds; no lock is kept."""
-    with Leases(session, [(ids, salt)]) as leases:
+    with Leases(session, [(ids, salt)], wait=False) as leases:
         return leases.look_up(deadline).each[0].chunks or 0
 
 

@@ -33,7 +33,7 @@ def store_chunks(session: Session, kv: torch.Tensor, ids: list[int], salt: str, 
     patience = Deadline(min(_FULL_POOL_SECONDS, deadline.remaining()))
     while True:
         written: list[int | None] = []
-        with Leases(session, [(ids, salt)]) as leases:
+        with Leases(session, [(ids, salt)], wait=False) as leases:
             (lease,) = leases.look_up(deadline).each
             present = lease.chunks or 0
             if present < chunks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
@@ -38,6 +39,42 @@ def test_full_pool_evicts_the_oldest_but_never_what_is_leased(own_server):
         assert ctx.lookup(others[0]) == 0
         assert ctx.lookup(others[-1]) == 128
         assert ctx.stats()["stored_chunks"] == 34
+    check_clean(own_server)
+
+
+def test_nothing_is_read_once_its_lock_is_gone(own_server):
+    """Writers overwrite whatever is evicted, all the time: what is read is what was stored, or is a miss."""
+    prompts = [fresh_tokens(128) for _ in range(3)]
+    caches = [random_kv(128, BIG) for _ in prompts]
+    found = {"whole": 0, "part": 0, "miss": 0}
+    stop = threading.Event()
+
+    def write() -> None:
+        with connection(own_server).connect() as ctx:
+            while not stop.is_set():
+                with contextlib.suppress(PoolFull):
+                    ctx.store(random_kv(128, BIG), fresh_tokens(128))
+
+    writer = threading.Thread(target=write)
+    with connection(own_server).connect() as ctx:
+        writer.start()
+        try:
+            deadline, pause = time.monotonic() + 90, 0.01
+            while min(found["whole"], found["miss"]) < 3 and time.monotonic() < deadline:
+                for kv, wanted in zip(ctx.retrieve_many(prompts), caches, strict=True):
+                    found["miss" if kv is None else "whole" if kv.shape[2] == 128 else "part"] += 1
+                    assert kv is None or torch.equal(kv, wanted[:, :, : kv.shape[2]])
+                for prompt, wanted in zip(prompts, caches, strict=True):
+                    if ctx.lookup(prompt) < 128:
+                        pause = 0.01
+                        with contextlib.suppress(PoolFull):
+                            ctx.store(wanted, prompt)
+                time.sleep(pause)  # what is read often is not evicted
+                pause *= 2
+        finally:
+            stop.set()
+            writer.join()
+    assert min(found["whole"], found["miss"]) >= 3, found
     check_clean(own_server)
 
 
