@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -163,7 +164,8 @@ def test_ranks_share_an_epoch_and_one_alone_can_finish_it(dataset, connection, t
     where = [connection.url, connection.http_url, str(prompts), str(tmp_path), "3"]
     script = tmp_path / "run.py"  # Lightning starts the other rank with the same command
     script.write_text(code)
-    subprocess.run([sys.executable, str(script), *where], check=True, timeout=110, capture_output=True)
+    found = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    subprocess.run([sys.executable, str(script), *where], check=True, timeout=110, capture_output=True, env=found)
     ranks = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)]
     resumed = Module()
     trainer(tmp_path, max_epochs=1).fit(resumed, datamodule=module_of(dataset), ckpt_path=tmp_path / "step=3.ckpt")
