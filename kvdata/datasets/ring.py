@@ -156,7 +156,19 @@ def send(kv: torch.Tensor) -> tuple[Any, ...] | None:
     return _ring.send(kv) if _ring is not None and _ring.pid == os.getpid() else None
 
 
-_received: dict[tuple[int, str, int], _Memory] = {}
+class _Received(_Memory):
+    """A worker's buffer, mapped in the parent."""
+
+    in_use = False
+
+    def release(self) -> None:
+        """The parent's last tensor on it is gone."""
+        self.in_use = False
+        self.state = _FREE
+        _forget_ended()
+
+
+_received: dict[tuple[int, str, int], _Received] = {}
 
 
 def receive(
@@ -172,25 +184,24 @@ def receive(
     if handle is not None:
         fd = handle.detach()
         try:
-            _received[name] = _Memory(fd, size)
+            _received[name] = _Received(fd, size)
             _received[name].known = True
         finally:
             os.close(fd)
     memory = _received[name]
+    memory.in_use = True
     array = memory.array()
-    weakref.finalize(array, _release, memory).atexit = False
+    weakref.finalize(array, memory.release).atexit = False
     return torch.as_strided(torch.from_numpy(array).view(dtype), shape, stride, offset)
 
 
-def _release(memory: _Memory) -> None:
-    memory.state = _FREE
-    _forget_ended()
-
-
 def _forget_ended() -> None:
-    """Unmap the buffers of workers that have ended, but for those still in use or on their way here."""
+    """Unmap the buffers of workers that have ended, but for those still in use.
+
+    A DataLoader ends its workers when it has taken all that they sent, or will not take it any more.
+    """
     for name, memory in list(_received.items()):
-        if memory.state != _SENT:
+        if not memory.in_use:
             try:
                 os.kill(name[0], 0)
             except ProcessLookupError:
