@@ -51,6 +51,7 @@ class ServerInfo:
         engines: published layout (raw) of each model that a serving engine registered.
         clients: model name of each engine-driven instance, by instance id.
         layouts: geometry the embedded server remembers, by model name.
+        memory_only: everything is in its own memory, and nothing in a second tier.
     """
 
     release: Release
@@ -59,6 +60,7 @@ class ServerInfo:
     engines: Mapping[str, Mapping[str, Any]]
     clients: Mapping[int, str]
     layouts: Mapping[str, KVLayout]
+    memory_only: bool
 
     def model_names(self) -> list[str]:
         """All public model names that the server knows."""
@@ -131,7 +133,15 @@ def discover(http: Http) -> ServerInfo:
         engines=_engines(status),
         clients=registered_clients(status),
         layouts=_remembered_layouts(status),
+        memory_only=_second_tiers(status) == 0,
     )
+
+
+def _second_tiers(status: Any) -> int | None:
+    """How many adapters of a second tier the server has, from a ``/status`` answer; None where it does not say."""
+    manager = status.get("storage_manager") if isinstance(status, dict) else None
+    found = manager.get("num_l2_adapters") if isinstance(manager, dict) else None
+    return found if isinstance(found, int) else None
 
 
 def registered_clients(status: Any) -> dict[int, str]:

@@ -10,7 +10,7 @@ import torch
 from kvdata.client.reading import Leases, readable_chunks
 from kvdata.client.rpc import Deadline
 from kvdata.client.session import Session
-from kvdata.client.transfer import write
+from kvdata.client.transfer import reserves, write
 from kvdata.errors import KVCacheSDKError, PoolFull, ProtocolError, StoreConflict, StoreFailed
 
 # A server's evictor wakes once a second; a store into a full pool waits for a few of its rounds.
@@ -31,34 +31,39 @@ def store_chunks(session: Session, kv: torch.Tensor, ids: list[int], salt: str, 
     """Store the whole chunks of ``kv`` (``[2, L, T, D]``, checked) that the server lacks, and confirm them."""
     chunks = len(ids) // session.chunk_size
     patience = Deadline(min(_FULL_POOL_SECONDS, deadline.remaining()))
+    # A reservation leaves out what is there already, in memory. What a second tier holds, only a lookup tells.
+    look_first = not (reserves(session) and session.info.memory_only)
+    stored = 0
     while True:
-        written: list[int | None] = []
-        with Leases(session, [(ids, salt)], wait=False) as leases:
-            (lease,) = leases.look_up(deadline).each
-            present = lease.chunks or 0
-            if present < chunks:
-                # The lookup's locks keep the chunks before `present` from being evicted meanwhile.
-                written = [
-                    write(session, lease.request, part, present, worker, deadline)
-                    for worker, part in enumerate(kv.chunk(session.world_size, dim=-1))
-                ]
-        if present == chunks:
-            return StoreReport(chunks, 0, chunks, 0)
-        readable = readable_chunks(session, ids, salt, deadline)
+        present, written = _write_missing(session, kv, ids, salt, look_first, deadline)
+        readable = chunks if present == chunks else readable_chunks(session, ids, salt, deadline)
+        stored += max((chunks - present if count is None else count for count in written), default=0)
         if readable == chunks:
-            stored = max(chunks - present if count is None else count for count in written)
-            return StoreReport(
-                chunks, stored, chunks - stored, stored * session.chunk_size * session.layout.token_bytes
-            )
-        if all(written):
-            count = max(n for n in written if n is not None)
+            new = min(stored, chunks)
+            return StoreReport(chunks, new, chunks - new, new * session.chunk_size * session.layout.token_bytes)
+        if all(written) and look_first:
             raise StoreFailed(
-                f"{count} chunks were committed but only {readable} of {chunks} are readable; the server evicted them "
+                f"{stored} chunks were committed but only {readable} of {chunks} are readable; the server evicted them "
                 "at once or the commit came too late. Give it more memory (--l1-size-gb)"
             )
-        if not patience.remaining():
-            raise _nothing_reserved(session, chunks - present)
-        time.sleep(min(0.25, patience.remaining()))
+        if not all(written):
+            if not patience.remaining():
+                raise _nothing_reserved(session, chunks - readable)
+            time.sleep(min(0.25, patience.remaining()))
+        look_first = True  # its locks keep what is there from being evicted while the rest is written
+
+
+def _write_missing(
+    session: Session, kv: torch.Tensor, ids: list[int], salt: str, look_first: bool, deadline: Deadline
+) -> tuple[int, list[int | None]]:
+    """Leading chunks that are known to be there, and how many of the others each worker's part has written."""
+    with Leases(session, [(ids, salt)], wait=False) as leases:
+        (lease,) = leases.look_up(deadline).each if look_first else leases.each
+        present = lease.chunks = lease.chunks or 0  # nothing is locked where nobody has looked
+        if present == lease.request.chunks:
+            return present, []
+        parts = enumerate(kv.chunk(session.world_size, dim=-1))
+        return present, [write(session, lease.request, part, present, worker, deadline) for worker, part in parts]
 
 
 def _nothing_reserved(session: Session, chunks: int) -> KVCacheSDKError:

@@ -48,6 +48,11 @@ def check_pool(session: Session, operation: str) -> None:
         raise ConnectionLost(f"{operation}: the server's shared memory was replaced; it must have restarted")
 
 
+def reserves(session: Session) -> bool:
+    """Whether a store reserves the chunks that are missing and writes only these; else it sends what it is given."""
+    return session.pool is not None and session.info.release >= _SAFE_RESERVATIONS
+
+
 def write(
     session: Session, request: Request, kv: torch.Tensor, start: int, worker: int, deadline: Deadline
 ) -> int | None:
@@ -55,7 +60,7 @@ def write(
 
     Returns how many were written, or None where the server does not tell (pickle commits).
     """
-    if session.pool is not None and session.info.release >= _SAFE_RESERVATIONS:
+    if reserves(session):
         return _write_slots(session, request, kv, start, worker, deadline)
     _write_pickle(session, request, kv, start, worker, deadline)
     return None
