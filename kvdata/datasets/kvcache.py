@@ -141,6 +141,13 @@ class KVCacheDataset(CacheDataset):
 
         Raises `MissingKV` as ``on_missing`` says, and when nothing is left of the batch.
         """
+
+        def attempt() -> list[Sample]:
+            return self._fetch(indices, allocate, substitutes)
+
+        return with_retries(attempt, self.retries, lambda: self._counters.add(retries=1))
+
+    def _fetch(self, indices: Sequence[int], allocate: Allocate, substitutes: bool) -> list[Sample]:
         started = time.perf_counter()
         records = [self.prefixes[i] for i in indices]
         layout = self.context.layout
@@ -232,11 +239,8 @@ class KVCacheDataset(CacheDataset):
             accepted = [hit > 0 and hit >= self._needed(r) for hit, r in zip(found, records, strict=True)]
             return [rows[place] if good else None for place, good in zip(places, accepted, strict=True)]
 
-        def read() -> list[torch.Tensor | None]:
-            salts = [self._salt(record) for record in records]
-            return self.context.retrieve_many([r.tokens for r in records], salts, self.selection, targets)
-
-        caches = with_retries(read, self.retries, lambda: self._counters.add(retries=1))
+        salts = [self._salt(record) for record in records]
+        caches = self.context.retrieve_many([r.tokens for r in records], salts, self.selection, targets)
         if counted:
             self._count(hits, records)
         samples = {}

@@ -144,14 +144,17 @@ def test_transient_errors_are_tried_again_and_counted(at_once, connection, promp
     ctx.store(cache_of(prompts[0]), prompts[0])
     data = KVCacheDataset(prompts, connection=connection, retries=2)
     errors = [ServerTimeout("slow"), ConnectionLost("gone")]
-    genuine = data.context.retrieve_many
 
-    def flaky(*arguments):
-        if errors:
-            raise errors.pop()
-        return genuine(*arguments)
+    def flaky(call):
+        def maybe(*arguments):
+            if errors:
+                raise errors.pop()
+            return call(*arguments)
 
-    monkeypatch.setattr(data.context, "retrieve_many", flaky)
+        return maybe
+
+    for name in ("_current_session", "retrieve_many"):  # also where only the handshake fails
+        monkeypatch.setattr(data.context, name, flaky(getattr(data.context, name)))
     assert torch.equal(data[0]["kv"], cache_of(prompts[0]))
     assert data.stats()["retries"] == 2
     errors[:] = [ServerTimeout("slow")] * 3
