@@ -74,6 +74,7 @@ class KVCacheContext:
         self._session: Session | None = None
         self._owed: list[Call] = []
         self._finalizer: Finalize | None = None
+        self._aside: list[tuple[Session, Finalize]] = []  # of a server that does not answer: not closed yet
         self._used = time.monotonic()
         self._closed = False
         self._stats = Stats()
@@ -91,6 +92,7 @@ class KVCacheContext:
             with self._lock:
                 self._closed = True
                 self._drop_session()
+                self._close_aside()
 
     def __enter__(self) -> KVCacheContext:
         return self.open()
@@ -303,19 +305,34 @@ class KVCacheContext:
                 raise InvalidRequest("this context is closed; connect again")
             if self._session is not None and not self._session.usable():
                 self._owed += self._session.take_owed()
-                self._drop_session()
+                self._set_aside()
             if self._session is None:
                 self._session = session = Session(self.connection, self._layout)
                 self._layout = session.layout
                 self._stats.handshakes += 1
                 # atexit does not run in forked DataLoader workers; multiprocessing's finalizers do.
                 self._finalizer = Finalize(self, session.close, exitpriority=10)
+                self._close_aside()
                 owed, self._owed = self._owed, []
                 session.settle(owed)
             elif time.monotonic() - self._used > self._session.info.grace_seconds / 2:
                 self._session.refresh(Deadline(self.connection.timeout))
             self._used = time.monotonic()
             return self._session
+
+    def _set_aside(self) -> None:
+        """Put the session away. What a server has not read yet of a connection is lost when that is closed."""
+        session, finalizer = self._session, self._finalizer
+        self._session = self._finalizer = None
+        if session is not None and finalizer is not None:
+            self._aside.append((session, finalizer))
+
+    def _close_aside(self) -> None:
+        """Close them, now that the server answers again, or that this context ends."""
+        while self._aside:
+            session, finalizer = self._aside.pop()
+            finalizer.cancel()
+            session.close()
 
     def _drop_session(self) -> None:
         session, self._session = self._session, None

@@ -49,10 +49,10 @@ class Deadline:
 
 @dataclass
 class _Group:
-    """Posted requests: how many are unanswered, and what follows them."""
+    """Posted requests, how many of them are unanswered, and what follows them."""
 
-    left: int
     then: Sequence[Call]
+    left: int
 
 
 class Rpc:
@@ -123,11 +123,6 @@ class Rpc:
         with self._alone("clean-up", deadline):
             self._settle(deadline)
 
-    def unsent(self) -> list[Call]:
-        """Posted requests that still wait for others to be answered; for when no more is asked on this connection."""
-        groups = {id(group): group for group in list(self._posted.values())}
-        return [call for group in groups.values() for call in group.then]
-
     def lost(self) -> bool:
         """True once the peer has gone away, even if another server has taken its place since."""
         if not self._lost and self._monitor.poll(0):
@@ -151,7 +146,7 @@ class Rpc:
             self._lock.release()
 
     def _post(self, calls: Sequence[Call], then: Sequence[Call]) -> None:
-        group = _Group(len(calls), then)
+        group = _Group(then, len(calls))
         for operation, args in calls:
             self._posted[self._send(operation, args, Deadline(_FLUSH_MS / 1000))] = group
 

@@ -221,9 +221,7 @@ class Session:
     def take_owed(self) -> list[Call]:
         """What could not be given back because the server did not answer; for `settle` of the next session."""
         owed, self._owed = self._owed, []
-        if self._rpc is None or self._rpc.lost():
-            return []  # a server that has gone has forgotten it
-        return owed + self._rpc.unsent()
+        return [] if self._rpc is None or self._rpc.lost() else owed  # a server that has gone has forgotten it
 
     def settle(self, owed: list[Call]) -> None:
         """Give back what an earlier session of this process still owes the server. Never raises."""
@@ -295,7 +293,7 @@ class Session:
 
     def settle_posted(self) -> None:
         """Wait until the server has done what `clean_up` did not wait for. Never raises."""
-        if self._rpc is not None and self.pid == os.getpid() and not self._stale:
+        if self._rpc is not None and self.pid == os.getpid():
             self._tried("clean-up", lambda rpc: rpc.settle(Deadline(CLEANUP_SECONDS)), self._rpc)
 
     def _clean_up(self, rpc: Rpc, calls: Sequence[Call], wait: bool = True) -> None:

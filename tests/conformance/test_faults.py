@@ -180,6 +180,7 @@ def test_a_silent_server_is_a_timeout_that_names_the_operation(own_server):
     tokens, kv = fresh_tokens(64), random_kv(64, BIG)
     with connection(own_server).connect() as ctx:
         ctx.store(kv, tokens)
+        assert torch.equal(ctx.retrieve(tokens), kv)  # whose release the server may not have read when it freezes
         patient, ctx.connection = ctx.connection, replace(ctx.connection, timeout=1.0)
         own_server.freeze()
         started = time.monotonic()
