@@ -312,6 +312,8 @@ class KVCacheContext:
                 self._stats.handshakes += 1
                 # atexit does not run in forked DataLoader workers; multiprocessing's finalizers do.
                 self._finalizer = Finalize(self, session.close, exitpriority=10)
+                for old, _ in self._aside:  # what other threads have given back meanwhile
+                    self._owed += old.take_owed()
                 self._close_aside()
                 owed, self._owed = self._owed, []
                 session.settle(owed)

@@ -13,19 +13,19 @@ from tests.live.stack import SERVED_NAME
 
 @pytest.mark.parametrize("by", ["engine", "model"])
 def test_an_evicted_prefix_comes_back(engine, connection, prompts, reference, by):
-    prompt = prompts[3]
+    prompt, salt = prompts[3], f"refill-by-{by}"  # other tests store caches of their own under the prompts' addresses
     with connection.connect() as ctx:
-        engine.complete(prompt, max_tokens=1)
-        assert ctx.wait_cached(prompt) == PREFIX
-        before = ctx.retrieve(prompt)
-        assert ctx.delete(prompt) == PREFIX // ctx.chunk_size
+        engine.complete(prompt, max_tokens=1, cache_salt=salt)
+        assert ctx.wait_cached(prompt, salt) == PREFIX
+        before = ctx.retrieve(prompt, salt)
+        assert ctx.delete(prompt, salt) == PREFIX // ctx.chunk_size
         with openai_completion(engine.url, SERVED_NAME) as complete:
-            refill = complete if by == "engine" else reference
-            data = KVCacheDataset([prompt], connection=connection, on_missing="refill", refill=refill)
+            options = {"on_missing": "refill", "refill": complete if by == "engine" else reference}
+            data = KVCacheDataset([prompt], connection=connection, cache_salt=salt, **options)
             sample = data[0]
         assert sample["hit_tokens"] == PREFIX
         assert data.stats()["refilled"] == 1
         error = (sample["kv"].float() - before.float()).norm() / before.float().norm()
         assert error < 0.04
-        assert torch.equal(ctx.retrieve(prompt), sample["kv"])
+        assert torch.equal(ctx.retrieve(prompt, salt), sample["kv"])
         data.close()
