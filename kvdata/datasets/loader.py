@@ -108,14 +108,14 @@ class _Ahead:
 
     read: Callable[[Sequence[int]], Any]
     plan: Iterator[Sequence[int]]
-    size: Callable[[Sequence[int]], int]
+    size: Callable[[Sequence[int]], int]  # asked for only where bytes are limited
     limit: int
     limit_bytes: int | None
     done: dict[int, tuple[Any, BaseException | None]] = field(default_factory=dict)
     sizes: dict[int, int] = field(default_factory=dict)  # bytes of what is being read or waits to be taken
     taken: int = 0
     planned: int = 0
-    waiting: Sequence[int] | None = None
+    waiting: tuple[Sequence[int], int] | None = None  # the next batch's indices and bytes
     total: int | None = None
     stopped: bool = False
     changed: threading.Condition = field(default_factory=threading.Condition)
@@ -170,20 +170,36 @@ class _Ahead:
         """Number and indices of the next batch to read, once there is room for it."""
         with self.changed:
             while not self.stopped:
-                if self.waiting is None:
-                    self.waiting = next(self.plan, None)
-                if self.waiting is None:
-                    self.total = self.planned
-                    self.changed.notify_all()
+                if self.waiting is None and not self._plan_next():
                     break
-                size = self.size(self.waiting)
+                assert self.waiting is not None
+                indices, size = self.waiting
                 if len(self.sizes) < self.limit and self._fits(size):
-                    number, indices, self.waiting = self.planned, self.waiting, None
-                    self.planned += 1
-                    self.sizes[number] = size
-                    return number, indices
+                    self.waiting = None
+                    return self._number(size), indices
                 self.changed.wait(_CHECK_SECONDS)
             return None
+
+    def _plan_next(self) -> bool:
+        """Make the next batch the one that waits for room; False behind the last, or at an error, which is the last."""
+        try:
+            indices = next(self.plan, None)
+            if indices is not None:
+                self.waiting = indices, 0 if self.limit_bytes is None else self.size(indices)
+                return True
+        except BaseException as exc:
+            self.plan = iter(())
+            self.done[self._number(0)] = (None, exc)
+        self.total = self.planned
+        self.changed.notify_all()
+        return False
+
+    def _number(self, size: int) -> int:
+        """The next batch's number, noted with its bytes."""
+        number = self.planned
+        self.planned += 1
+        self.sizes[number] = size
+        return number
 
     def _fits(self, size: int) -> bool:
         return self.limit_bytes is None or not self.sizes or sum(self.sizes.values()) + size <= self.limit_bytes

@@ -6,6 +6,7 @@ import gc
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch.utils.data import DataLoader
 from kvdata import KVCacheDataset, collate, worker_init_fn
 from kvdata.datasets import KVBatchSampler, KVLoader, ring
 from kvdata.datasets.buffers import Buffers
-from kvdata.errors import InvalidRequest, MissingKV
+from kvdata.errors import InvalidRequest, MissingKV, ServerUnreachable
 from tests.unit.conftest import fresh_tokens, random_kv
 
 COUNT, TOKENS = 12, 64
@@ -167,6 +168,17 @@ def test_errors_are_raised_at_their_place(filled):
     for wrong in ({"threads": 0}, {"prefetch": 0}):
         with pytest.raises(InvalidRequest):
             KVLoader(dataset, **wrong)
+
+
+@pytest.mark.parametrize("limit", [None, 10])
+def test_errors_before_a_batch_is_read_arrive_as_they_are(filled, connection, limit):
+    dataset, _ = filled
+    with pytest.raises(InvalidRequest, match="more than max_tokens=8"):
+        next(iter(KVLoader(dataset, max_tokens=8, prefetch_bytes=limit)))
+    nobody = replace(connection, url="tcp://127.0.0.1:1", http_url="http://127.0.0.1:1", timeout=2.0)
+    lost = KVCacheDataset(dataset.prefixes, connection=nobody)
+    with pytest.raises(ServerUnreachable, match=r"127\.0\.0\.1:1"):
+        next(iter(KVLoader(lost, prefetch_bytes=limit)))
 
 
 def test_a_loader_resumes_behind_the_last_batch_it_handed_out(filled):
