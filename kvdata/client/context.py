@@ -115,6 +115,10 @@ class KVCacheContext:
         """Tokens in one of the server's chunks; only whole chunks are stored and found."""
         return self._current_session().chunk_size
 
+    def whole_chunks(self, tokens: Tokens) -> int:
+        """How many leading tokens of ``tokens`` fill whole chunks: as many can be cached."""
+        return len(tokens) // self.chunk_size * self.chunk_size
+
     @property
     def transfer(self) -> str:
         """How chunks travel: the name of the shared-memory pool, or pickles. For people; code need not care."""
@@ -145,7 +149,7 @@ class KVCacheContext:
         Engines store after they have answered, so their last chunks come late. Looks at least once; errors as
         `lookup`.
         """
-        wanted = len(tokens) // self.chunk_size * self.chunk_size
+        wanted = self.whole_chunks(tokens)
         end = time.monotonic() + seconds
         while (found := self.lookup(tokens, cache_salt)) < wanted and time.monotonic() < end:
             time.sleep(_POLL_SECONDS)
@@ -316,7 +320,7 @@ class KVCacheContext:
                     self._owed += old.take_owed()
                 self._close_aside()
                 owed, self._owed = self._owed, []
-                session.settle(owed)
+                session.clean_up(owed)
             elif time.monotonic() - self._used > self._session.info.grace_seconds / 2:
                 self._session.refresh(Deadline(self.connection.timeout))
             self._used = time.monotonic()

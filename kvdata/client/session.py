@@ -219,13 +219,9 @@ class Session:
         self._register(deadline)
 
     def take_owed(self) -> list[Call]:
-        """What could not be given back because the server did not answer; for `settle` of the next session."""
+        """What could not be given back because the server did not answer; for `clean_up` of the next session."""
         owed, self._owed = self._owed, []
         return [] if self._rpc is None or self._rpc.lost() else owed  # a server that has gone has forgotten it
-
-    def settle(self, owed: list[Call]) -> None:
-        """Give back what an earlier session of this process still owes the server. Never raises."""
-        self.clean_up(owed)
 
     def close(self) -> None:
         """Un-register and close everything; safe to call twice, and in a forked child."""

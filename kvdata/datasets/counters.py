@@ -36,16 +36,18 @@ class Counters:
 
     def add(self, **amounts: float) -> None:
         """Add to this process's sums."""
-        info = get_worker_info()
-        row = self._rows[0 if info is None else 1 + info.id % (_ROWS - 1)]
+        row = self._own()
         with self._lock:
             for name, amount in amounts.items():
                 row[FIELDS.index(name)] += amount
 
     def own(self, name: str) -> float:
         """One sum of this process alone."""
+        return float(self._own()[FIELDS.index(name)])
+
+    def _own(self) -> torch.Tensor:
         info = get_worker_info()
-        return float(self._rows[0 if info is None else 1 + info.id % (_ROWS - 1), FIELDS.index(name)])
+        return self._rows[0 if info is None else 1 + info.id % (_ROWS - 1)]
 
     def total(self) -> dict[str, float]:
         """Sums over all processes; counts as whole numbers."""

@@ -17,7 +17,7 @@ import numpy as np
 from kvdata.client.connection import Connection
 from kvdata.client.context import KVCacheContext
 from kvdata.datasets.prefixes import Prefixes, PrefixRecord, Tokenizer, json_lines
-from kvdata.datasets.refill import ONE_TOKEN, Complete
+from kvdata.datasets.refill import Complete, prefill_through
 from kvdata.errors import InvalidRequest, KVCacheSDKError, ServerUnreachable, UnknownPacking
 
 Progress: TypeAlias = Callable[[Iterable[Any], int], Iterable[Any]]
@@ -129,8 +129,7 @@ def ingest(
         if unreachable.is_set():
             return place, ServerUnreachable("not sent: the engine could not be reached")
         try:
-            for _ in complete(record.tokens.tolist(), dict(ONE_TOKEN), record.salt_or(cache_salt)):
-                pass
+            prefill_through(complete, record.tokens.tolist(), record.salt_or(cache_salt))
         except KVCacheSDKError as exc:
             if type(exc) is ServerUnreachable:  # and not a connection that broke, which says nothing of the next
                 unreachable.set()
@@ -184,8 +183,7 @@ def is_prefix_file(path: Path) -> bool:
 
 def is_cached(ctx: KVCacheContext, record: PrefixRecord, cache_salt: str = "", seconds: float = 0.0) -> bool:
     """Whether all whole chunks of a prefix are in the server, now or within `seconds`."""
-    whole = len(record.tokens) // ctx.chunk_size * ctx.chunk_size
-    return ctx.wait_cached(record.tokens, record.salt_or(cache_salt), seconds) >= whole
+    return ctx.wait_cached(record.tokens, record.salt_or(cache_salt), seconds) >= ctx.whole_chunks(record.tokens)
 
 
 def _texts(path: Path) -> list[tuple[str, dict[str, Any]]]:

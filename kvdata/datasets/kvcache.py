@@ -150,10 +150,7 @@ class KVCacheDataset(CacheDataset):
     def _fetch(self, indices: Sequence[int], allocate: Allocate, substitutes: bool) -> list[Sample]:
         started = time.perf_counter()
         records = [self.prefixes[i] for i in indices]
-        layout = self.context.layout
-        longest = max((self._whole(record) for record in records), default=0)
-        shape = (len(records), *self.selection.shape(layout, longest))
-        rows = list(allocate(shape, self.dtype or layout.dtype))
+        rows = list(allocate(*self._buffer(records)))
         samples = self._read(dict(enumerate(zip(indices, records, strict=True))), rows)
         missing = {place: indices[place] for place in range(len(indices)) if place not in samples}
         if missing and self.on_missing == "refill":
@@ -162,7 +159,7 @@ class KVCacheDataset(CacheDataset):
             self._counters.add(skipped=len(missing))
             self._check_skipped()
             if substitutes:
-                samples.update(self._substitutes(indices, missing, longest, rows))
+                samples.update(self._substitutes(indices, missing, self._longest(records), rows))
         self._counters.add(samples=len(samples), fetch_seconds=time.perf_counter() - started)
         if not samples:
             raise MissingKV(
@@ -173,10 +170,8 @@ class KVCacheDataset(CacheDataset):
 
     def batch_bytes(self, indices: Sequence[int]) -> int:
         """Size of the buffer that `fetch` allocates for these indices."""
-        layout = self.context.layout
-        longest = max((self._whole(self.prefixes[i]) for i in indices), default=0)
-        elements = math.prod(self.selection.shape(layout, longest))
-        return len(indices) * elements * (self.dtype or layout.dtype).itemsize
+        shape, dtype = self._buffer([self.prefixes[i] for i in indices])
+        return math.prod(shape) * dtype.itemsize
 
     def coverage(self) -> Coverage:
         """Look every prefix up, without reading any KV: what a training run would find now."""
@@ -220,8 +215,15 @@ class KVCacheDataset(CacheDataset):
 
     def _whole(self, record: PrefixRecord) -> int:
         """Tokens of a prefix's whole chunks."""
-        chunk = self.context.chunk_size
-        return len(record.tokens) // chunk * chunk
+        return self.context.whole_chunks(record.tokens)
+
+    def _longest(self, records: Sequence[PrefixRecord]) -> int:
+        return max((self._whole(record) for record in records), default=0)
+
+    def _buffer(self, records: Sequence[PrefixRecord]) -> tuple[tuple[int, ...], torch.dtype]:
+        """Shape and dtype of a batch of these prefixes."""
+        layout = self.context.layout
+        return (len(records), *self.selection.shape(layout, self._longest(records))), self.dtype or layout.dtype
 
     def _needed(self, record: PrefixRecord) -> int:
         whole = self._whole(record)

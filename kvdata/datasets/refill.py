@@ -13,7 +13,11 @@ from kvdata.client.context import KVCacheContext
 # A completion: prompt token ids, sampling parameters, salt -> events, as `kvdata.engines.openai.openai_completion`.
 Complete: TypeAlias = Callable[[list[int], dict[str, Any], str], Iterable[object]]
 
-ONE_TOKEN = {"max_tokens": 1, "temperature": 0.0}
+
+def prefill_through(complete: Complete, tokens: list[int], salt: str) -> None:
+    """Have a serving engine compute a prefix's cache, for one token of its continuation."""
+    for _ in complete(tokens, {"max_tokens": 1, "temperature": 0.0}, salt):
+        pass
 
 
 @runtime_checkable
@@ -43,15 +47,14 @@ class Refill:
         with self._guard:
             lock = self._locks.setdefault(index, threading.Lock())
         with lock:
-            whole = len(tokens) // ctx.chunk_size * ctx.chunk_size
+            whole = ctx.whole_chunks(tokens)
             found = ctx.lookup(tokens, salt)
             if found >= whole:  # another thread has been here
                 return found
             if isinstance(self._engine, Prefiller):
                 ctx.store(self._engine.prefill(tokens[:whole]), tokens[:whole], salt)
                 return ctx.lookup(tokens, salt)
-            for _ in self._engine(tokens, dict(ONE_TOKEN), salt):
-                pass
+            prefill_through(self._engine, tokens, salt)
             return ctx.wait_cached(tokens, salt, self._settle)
 
     def __reduce__(self) -> tuple[type[Refill], tuple[Any, float]]:

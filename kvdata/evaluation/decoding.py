@@ -194,7 +194,7 @@ def _request(stream: LMCacheStream) -> Address:
 
 def _settle(ctx: KVCacheContext, tokens: Sequence[int], salt: str, seconds: float) -> None:
     """Wait for what the engine stores after its answer."""
-    wanted = len(tokens) // ctx.chunk_size * ctx.chunk_size
+    wanted = ctx.whole_chunks(tokens)
     found = ctx.wait_cached(tokens, salt, seconds)
     if found < wanted:
         raise MissingKV(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvdata.client.copying import Pair, copy_all
 from kvdata.client.selection import Index, Selection
 from kvdata.datasets.base import CacheDataset
 from kvdata.datasets.buffers import Allocate
@@ -92,16 +93,15 @@ class KVSnapshotDataset(CacheDataset):
         if not views:
             return []
         buffer = allocate(self._shape(views), self.dtype or self.snapshot.dtype)
-        samples = []
-        for place, view, target in zip(places, views, buffer, strict=True):
-            kv = target[:, :, : view.shape[2]]
+        targets = [row[:, :, : view.shape[2]] for row, view in zip(buffer, views, strict=True)]
+        pairs: list[Pair] = []
+        for target, view in zip(targets, views, strict=True):
             if self._rows is None:
-                kv.copy_(view)
+                pairs.append((target, view))
             else:
-                for to, row in enumerate(self._rows):
-                    kv[:, to].copy_(view[:, row])
-            samples.append(self._sample(place, kv))
-        return samples
+                pairs += [(target[:, to], view[:, row]) for to, row in enumerate(self._rows)]
+        copy_all(pairs)
+        return [self._sample(place, target) for place, target in zip(places, targets, strict=True)]
 
     def batch_bytes(self, indices: Sequence[int]) -> int:
         """Size of the buffer that `fetch` allocates for these indices."""
