@@ -34,7 +34,7 @@ def test_the_demo_runs_twice_into_one_folder_and_its_counters_add_up(tmp_path):
     assert rows["full", 1.0]["stored_bytes"] == windows * 512 * 23040
     assert rows["keydiff", 0.25]["kept_tokens"] == 128
     assert rows["learned", 0.5]["trained"]
-    assert rows["oracle", 0.5]["oracle"]
+    assert rows["oracle", 0.5]["sees"] == "future"
     assert rows["oracle", 0.25]["kl"] < rows["random", 0.25]["kl"]
     assert (tmp_path / "out" / "report.png").stat().st_size > 10_000
     assert len((tmp_path / "out" / "manifest.jsonl").read_text().splitlines()) == 12 * windows

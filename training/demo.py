@@ -113,7 +113,7 @@ def run(options: argparse.Namespace, url: str, http_url: str) -> None:
     for policy, _ in policies:
         for keep in KEEPS:
             dataset = KVCacheDataset(read_back(manifest, held_out, policy.name, keep), connection=connection)
-            caches.append(PolicyCaches(policy.name, keep / CONTEXT, dataset, policy.trained, policy.oracle))
+            caches.append(PolicyCaches(policy.name, keep / CONTEXT, dataset, policy.trained, policy.sees))
     results = evaluate_caches(engine, caches, progress=_progress("windows"))
     for dataset in (train_set, *(c.dataset for c in caches)):
         dataset.close()

@@ -62,10 +62,14 @@ def gather(kv: Tensor, kept: Tensor) -> Tensor:
     return by_head.gather(2, index).flatten(-2)
 
 
-def compact(kv: Tensor, kept: Tensor, rope: Rope) -> Tensor:
-    """Gather per layer and head, and move the kept keys to positions ``0 .. K-1``: ``[2, L, K, D]``."""
-    kept_kv = gather(kv, kept)
+def relocate(kept_kv: Tensor, kept: Tensor, rope: Rope) -> Tensor:
+    """Move the keys of entries ``[2, L, K, D]`` from positions `kept` ``[L, H, K]`` to ``0 .. K-1``, in place."""
     keys = split_heads(kept_kv[0], kept.shape[1]).transpose(1, 2)  # [L, H, K, head_dim]
     slots = torch.arange(kept.shape[2], device=kept.device)
     kept_kv[0] = rope.rerotate(keys, kept, slots).transpose(1, 2).flatten(-2)
     return kept_kv
+
+
+def compact(kv: Tensor, kept: Tensor, rope: Rope) -> Tensor:
+    """Gather per layer and head, and move the kept keys to positions ``0 .. K-1``: ``[2, L, K, D]``."""
+    return relocate(gather(kv, kept), kept, rope)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,10 +19,13 @@ from torch import Tensor, nn
 from kvdata.errors import InvalidRequest, UnsupportedLayout
 
 try:
-    from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+    from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer, DynamicCache
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 except ImportError as exc:
     raise ImportError("kvdata.engines.huggingface needs transformers; run: pip install 'kvdata[hf]'") from exc
 
+from kvdata.edits.rope import Rope
 from kvdata.engines.hf_cache import cache_layout, from_dynamic_cache, to_dynamic_cache
 
 __all__ = [
@@ -153,6 +157,28 @@ class HuggingFaceEngine:
         stacked = torch.stack(layers, dim=1)
         return stacked if kv.dim() == 5 else stacked[0]
 
+    @torch.inference_mode()
+    def queries(self, tokens: Tokens, kv: Tensor | None = None) -> Tensor:
+        """The queries that these tokens ask, before RoPE: ``[(B,) L, Hq, N, head_dim]``, float32.
+
+        Args:
+            tokens: ``[N]`` or ``[B, N]``.
+            kv: ``[2, L, T, D]`` or ``[B, 2, L, T, D]``, the cache that they follow; default: nothing comes before.
+        """
+        rope = Rope.from_config(self.config)
+        ids = torch.as_tensor(tokens)
+        batched = ids.dim() == 2
+        layers: list[Tensor] = []
+        with _observe_queries(self.model, lambda queries: layers.append(queries.float().cpu())):
+            if kv is None:
+                self._forward(self._ids(ids.view(-1, ids.shape[-1])), DynamicCache(), logits_to_keep=1)
+            else:
+                self._continue(kv, ids, None)
+        start = 0 if kv is None else kv.shape[-2]
+        rotated = torch.stack(layers)  # [L, B, Hq, N, head_dim]
+        plain = rope.rerotate(rotated, torch.arange(start, start + rotated.shape[3]), 0).transpose(0, 1)
+        return plain if batched else plain[0]
+
     def _continue(self, kv: Tensor, continuation: Tokens, start_position: int | None) -> Tensor:
         batched = kv.dim() == 5
         ids = self._ids(continuation if batched else [continuation])  # type: ignore[arg-type]
@@ -185,6 +211,31 @@ def attention_target(attention: Tensor, num_kv_heads: int) -> Tensor:
 def _cache_argument(model: Any) -> str:
     """Releases before 5.2x name the cache argument ``past_key_values``, later ones ``cache`` (and warn)."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+_QUERY_OBSERVER: ContextVar[Callable[[Tensor], None]] = ContextVar("query_observer")
+
+
+def _observed_sdpa(module: nn.Module, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+    _QUERY_OBSERVER.get()(query)
+    return sdpa_attention_forward(module, query, *args, **kwargs)
+
+
+AttentionInterface.register("kvdata_observed_sdpa", _observed_sdpa)
+AttentionMaskInterface.register("kvdata_observed_sdpa", sdpa_mask)
+
+
+@contextmanager
+def _observe_queries(model: Any, keep: Callable[[Tensor], None]) -> Iterator[None]:
+    """Hand each layer's rotated queries ``[B, Hq, N, head_dim]`` to `keep`, in order."""
+    before = model.config._attn_implementation
+    token = _QUERY_OBSERVER.set(keep)
+    try:
+        model.set_attn_implementation("kvdata_observed_sdpa")
+        yield
+    finally:
+        model.set_attn_implementation(before)
+        _QUERY_OBSERVER.reset(token)
 
 
 @contextmanager

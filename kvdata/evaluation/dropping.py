@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from kvdata.datasets import KVBatch, KVCacheDataset, collate
+from kvdata.edits.policies import Sees
 from kvdata.evaluation.metrics import kl_divergence, mean_interval, next_token_nll, top1_agreement
 
 
@@ -28,14 +29,14 @@ class PolicyCaches:
         policy: its name; ``"full"`` is the reference.
         keep: kept tokens / all tokens.
         dataset: one cache per window, every policy's in the same order, with the true continuations.
-        trained, oracle: what the policy is, so that tables can keep kinds apart.
+        trained, sees: what the policy is, so that tables can keep kinds apart.
     """
 
     policy: str
     keep: float
     dataset: KVCacheDataset
     trained: bool = False
-    oracle: bool = False
+    sees: Sees = Sees.CACHE
 
 
 @dataclass(frozen=True)
@@ -52,11 +53,11 @@ class Result:
     kept_tokens: int
     stored_bytes: int
     trained: bool
-    oracle: bool
+    sees: Sees
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types."""
-        return {**asdict(self), "ci90": list(self.ci90)}
+        return {**asdict(self), "ci90": list(self.ci90), "sees": self.sees.value}
 
 
 @dataclass
@@ -122,5 +123,5 @@ def _result(caches: PolicyCaches, total: _Sums) -> Result:
         kept_tokens=total.kept_tokens,
         stored_bytes=total.stored_bytes,
         trained=caches.trained,
-        oracle=caches.oracle,
+        sees=caches.sees,
     )

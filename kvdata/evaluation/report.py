@@ -13,6 +13,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from kvdata.edits.policies import Sees
 from kvdata.evaluation.decoding import Arm
 from kvdata.evaluation.dropping import Result
 
@@ -32,7 +33,7 @@ def print_table(results: Sequence[Result], console: Console, title: str) -> None
     for name in ("NLL", "increase", "90 % interval", "KL", "top-1", "vs best"):
         table.add_column(name, justify="right", no_wrap=True)
     for keep in sorted({r.keep for r in results}, reverse=True):
-        rows = sorted((r for r in results if r.keep == keep), key=lambda r: (r.oracle, r.delta_nll))
+        rows = sorted((r for r in results if r.keep == keep), key=lambda r: (r.sees is Sees.FUTURE, r.delta_nll))
         first = rows[0]
         table.add_section()
         table.add_row(
@@ -53,7 +54,7 @@ def print_table(results: Sequence[Result], console: Console, title: str) -> None
                 f"{r.kl:.3f}",
                 f"{100 * r.top1:.1f} %",
                 share,
-                style="bold" if r.trained else "dim" if r.oracle else None,
+                style="bold" if r.trained else "dim" if r.sees is Sees.FUTURE else None,
             )
     console.print(table)
 
@@ -78,7 +79,8 @@ def save_plot(results: Sequence[Result], path: Path, title: str) -> None:
             if rows[0].keep == 1.0:
                 axes.axhline(0, color="black", linewidth=1, label=f"{policy} cache (NLL {rows[0].nll:.2f})")
                 continue
-            colour = "grey" if rows[0].oracle else _TRAINED if rows[0].trained else next(colours)
+            oracle = rows[0].sees is Sees.FUTURE
+            colour = "grey" if oracle else _TRAINED if rows[0].trained else next(colours)
             low = [max(0.0, r.delta_nll - r.ci90[0]) for r in rows]
             high = [max(0.0, r.ci90[1] - r.delta_nll) for r in rows]
             # Side by side, or the intervals of one budget would hide each other.
@@ -90,9 +92,9 @@ def save_plot(results: Sequence[Result], path: Path, title: str) -> None:
                 color=colour,
                 marker="o",
                 linewidth=3 if rows[0].trained else 1.5,
-                linestyle="--" if rows[0].oracle else "-",
+                linestyle="--" if oracle else "-",
                 capsize=3,
-                label=policy + (" (trained)" if rows[0].trained else " (sees the answer)" if rows[0].oracle else ""),
+                label=policy + (" (trained)" if rows[0].trained else " (sees the answer)" if oracle else ""),
             )
         axes.set_xlabel("tokens kept")
         axes.set_ylabel("NLL increase over the full cache (nats per token)")
@@ -155,6 +157,6 @@ def _figure(path: Path, title: str) -> Iterator[Any]:
 
 
 def _rival(results: Sequence[Result], keep: float) -> Result | None:
-    """The best policy of a budget that neither learnt nor looked ahead."""
-    rows = [r for r in results if r.keep == keep < 1 and not (r.trained or r.oracle)]
+    """The best policy of a budget that sees only the cache and has learnt nothing."""
+    rows = [r for r in results if r.keep == keep < 1 and r.sees is Sees.CACHE and not r.trained]
     return min(rows, key=lambda r: r.delta_nll, default=None)

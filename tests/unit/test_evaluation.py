@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 
 from kvdata import KVCacheDataset
+from kvdata.edits.policies import Sees
 from kvdata.evaluation import PolicyCaches, Result, evaluate_caches, print_table, save_json, save_plot
 from kvdata.evaluation.metrics import kl_divergence, mean_interval, next_token_nll, top1_agreement
 from tests.unit.conftest import fresh_tokens, random_kv
@@ -70,7 +71,7 @@ def test_caches_are_read_back_and_compared_window_by_window(connection):
     assert (reference.delta_nll, reference.kl, reference.top1) == (0, pytest.approx(0, abs=1e-6), 1)
     assert dropped.delta_nll == pytest.approx(sum(deltas) / 3, rel=1e-5)
     assert dropped.ci90[0] < dropped.delta_nll < dropped.ci90[1]
-    assert (dropped.kept_tokens, dropped.trained, dropped.oracle) == (32, True, False)
+    assert (dropped.kept_tokens, dropped.trained, dropped.sees) == (32, True, Sees.CACHE)
     assert dropped.stored_bytes == 3 * 32 * ctx.connection.layout.token_bytes
     other = KVCacheDataset([{"tokens": s, "continuation": [1, 2, 3]} for s in sources], connection=connection)
     with pytest.raises(ValueError, match="same windows"):
@@ -81,7 +82,7 @@ def test_caches_are_read_back_and_compared_window_by_window(connection):
 
 def rows() -> list[Result]:
     def row(policy, keep, delta, **kind):
-        kind = {"trained": False, "oracle": False, **kind}
+        kind = {"trained": False, "sees": Sees.CACHE, **kind}
         return Result(policy, keep, 2 + delta, delta, (delta - 0.01, delta + 0.01), 0.1, 0.9, 128, 10**6, **kind)
 
     return [
@@ -90,8 +91,8 @@ def rows() -> list[Result]:
         row("keydiff", 0.25, 0.3),
         row("learned", 0.5, 0.05, trained=True),
         row("learned", 0.25, 0.15, trained=True),
-        row("oracle", 0.5, -0.01, oracle=True),
-        row("oracle", 0.25, 0.02, oracle=True),
+        row("oracle", 0.5, -0.01, sees=Sees.FUTURE),
+        row("oracle", 0.25, 0.02, sees=Sees.FUTURE),
     ]
 
 
@@ -114,7 +115,7 @@ def test_json_and_plot_are_written(tmp_path):
     assert found["results"][1]["ci90"] == [pytest.approx(0.09), pytest.approx(0.11)]
     assert set(found["results"][0]) == {
         *("policy", "keep", "nll", "delta_nll", "ci90", "kl", "top1", "kept_tokens", "stored_bytes", "trained"),
-        "oracle",
+        "sees",
     }
     save_plot(rows(), tmp_path / "report.png", "title")
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")

@@ -231,3 +231,22 @@ def test_missing_transformers_names_the_extra(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.delitem(sys.modules, "kvdata.engines.huggingface")
     with pytest.raises(ImportError, match=r"pip install 'kvdata\[hf\]'"):
         import kvdata.engines.huggingface  # noqa: F401
+
+
+def test_queries_are_the_projections_before_rotation(engine: HuggingFaceEngine, ids: torch.Tensor) -> None:
+    seen: list[torch.Tensor] = []
+    handles = [
+        layer.self_attn.q_proj.register_forward_hook(lambda _m, _i, out: seen.append(out))
+        for layer in engine.model.model.layers
+    ]
+    whole = engine.queries(ids)
+    for handle in handles:
+        handle.remove()
+    want = torch.stack(seen).unflatten(-1, (QUERY_HEADS, HEAD_DIM)).permute(1, 0, 3, 2, 4)
+    torch.testing.assert_close(whole, want, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(engine.queries(ids[1]), whole[1], atol=1e-5, rtol=1e-4)
+    caches = engine.prefill_batch(ids[:, :PREFIX])
+    tail = engine.queries(ids[:, PREFIX:], caches)
+    torch.testing.assert_close(tail, whole[..., PREFIX:, :], atol=1e-4, rtol=1e-3)
+    torch.testing.assert_close(engine.queries(ids[2, PREFIX:], caches[2]), tail[2], atol=1e-5, rtol=1e-4)
+    assert engine.model.config._attn_implementation != "kvdata_observed_sdpa"

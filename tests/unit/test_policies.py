@@ -10,6 +10,7 @@ from kvdata.edits.policies import (
     Policy,
     Random,
     Recency,
+    Sees,
     Source,
     apply_policy,
 )
@@ -57,7 +58,7 @@ def test_every_policy_keeps_everything_when_allowed(policy: Policy, kv: torch.Te
 def test_names_are_unique_and_flags_are_right() -> None:
     assert len({policy.name for policy in POLICIES}) == len(POLICIES)
     assert [policy.name for policy in POLICIES if policy.trained] == ["learned"]
-    assert [policy.name for policy in POLICIES if policy.oracle] == ["oracle"]
+    assert [policy.name for policy in POLICIES if policy.sees is Sees.FUTURE] == ["oracle"]
 
 
 def test_random_is_a_function_of_sample_and_seed(kv: torch.Tensor) -> None:
