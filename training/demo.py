@@ -22,7 +22,6 @@ from typing import Any
 import httpx
 import lightning as L
 import numpy as np
-import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from rich.console import Console
@@ -41,6 +40,7 @@ from kvdata.errors import KVCacheSDKError
 from kvdata.evaluation import PolicyCaches, evaluate_caches, print_table, save_json, save_plot
 from kvdata.lightning import KVCacheWriter
 from kvdata.models.token_scorer import TokenScorer
+from training.recipe import fast_dtype
 from training.text import documentation_windows, split_by_document
 from training.token_dropping import CompressCaches, Teacher, TokenDropping
 
@@ -176,14 +176,13 @@ def train(engine: HuggingFaceEngine, dataset: KVCacheDataset, out: Path, epochs:
         collate_fn=collate,
         worker_init_fn=worker_init_fn,
     )
-    layout = engine.layout
-    scorer = TokenScorer(layout.num_layers, layout.num_kv_heads, layout.head_dim, Rope.from_config(engine.config))
+    recipe = TokenDropping(engine)
     checkpoint = ModelCheckpoint(out / "checkpoints", filename="token-scorer-{epoch}")
     logger = CSVLogger(out, name="logs", version="")
     trainer = _trainer(out, max_epochs=epochs, callbacks=[checkpoint], logger=logger, gradient_clip_val=1.0)
-    trainer.fit(TokenDropping(scorer, Teacher(engine)), loader)
-    scorer.save(out / "token-scorer.pt")
-    return scorer
+    trainer.fit(recipe, loader)
+    recipe.scorer.save(out / "token-scorer.pt")
+    return recipe.scorer
 
 
 def compress(
@@ -236,12 +235,6 @@ def embedded_server() -> Iterator[tuple[str, str]]:
             process.wait()
 
 
-def fast_dtype() -> torch.dtype:
-    """bfloat16 where this CPU multiplies it in hardware (three times as fast), else float32."""
-    checks = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
-    return torch.bfloat16 if any(getattr(torch.cpu, name, bool)() for name in checks) else torch.float32
-
-
 def chunk_tokens(http_url: str) -> int:
     """The server's chunk size in tokens."""
     return int(httpx.get(f"{http_url}/status", trust_env=False, timeout=10).json()["chunk_size"])
@@ -253,6 +246,7 @@ def _trainer(out: Path, **options: Any) -> L.Trainer:
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
     warnings.filterwarnings("ignore", message=".*smaller than the logging interval.*")
     warnings.filterwarnings("ignore", message=".*LeafSpec.*")
+    warnings.filterwarnings("ignore", message=".*no `val_dataloader`.*")
     return L.Trainer(
         default_root_dir=out, accelerator="cpu", devices=1, enable_model_summary=False, log_every_n_steps=1, **options
     )

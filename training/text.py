@@ -1,15 +1,44 @@
-"""Real text without a download: the language reference that ships inside Python's own standard library."""
+"""Real text without a download: the documentation that ships inside Python's own standard library.
+
+``python -m training.text runs/windows.jsonl`` writes the prefix file that the recipes are trained and judged on.
+"""
 
 from __future__ import annotations
 
+import argparse
+import ast
+import sysconfig
 from collections.abc import Iterable
 from itertools import chain
+from pathlib import Path
 from pydoc_data.topics import topics
 
 from blake3 import blake3
 
+from kvdata.cli.options import model_folder
 from kvdata.datasets import Prefixes, PrefixRecord
 from kvdata.datasets.prefixes import Tokenizer
+
+
+def library_windows(tokenizer: Tokenizer, context_tokens: int, continuation_tokens: int) -> Prefixes:
+    """Windows over the language reference and the docstrings of every top-level module of the standard library.
+
+    ``meta["name"]`` is the document: a topic of the reference, or ``module NAME``.
+    """
+    texts = {**topics, **_docstrings()}
+    names = sorted(texts)
+    labels = [{"name": name} for name in names]
+    return Prefixes.from_text((texts[n] for n in names), tokenizer, context_tokens, continuation_tokens, labels)
+
+
+def _docstrings() -> dict[str, str]:
+    """The docstrings of each module of the standard library, read from its source: nothing is imported."""
+    found = {}
+    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
+        documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+        nodes = [n for n in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(n, documented)]
+        found[f"module {path.stem}"] = "\n\n".join(text for n in nodes if (text := ast.get_docstring(n)))
+    return found
 
 
 def documentation_windows(tokenizer: Tokenizer, context_tokens: int, continuation_tokens: int) -> Prefixes:
@@ -58,3 +87,25 @@ def _hash(name: str) -> bytes:
 def _where(windows: Prefixes, keep: Iterable[bool]) -> Prefixes:
     records: list[PrefixRecord] = [record for record, kept in zip(windows, keep, strict=True) if kept]
     return Prefixes(records)
+
+
+def main() -> None:
+    """Write the windows of `library_windows` as a prefix file."""
+    from transformers import AutoTokenizer
+
+    parser = argparse.ArgumentParser(prog="python -m training.text", description=main.__doc__)
+    parser.add_argument("out", type=Path, help="prefix file to write (JSONL)")
+    parser.add_argument("--model", default="smollm2", help="folder of the model, or smollm2")
+    parser.add_argument("--context", type=int, default=1024, help="tokens of a window")
+    parser.add_argument("--continuation", type=int, default=128, help="tokens that follow it")
+    options = parser.parse_args()
+    tokenizer = AutoTokenizer.from_pretrained(model_folder(options.model))
+    windows = library_windows(tokenizer, options.context, options.continuation)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    windows.to_jsonl(options.out)
+    documents = len({record.meta["name"] for record in windows})
+    print(f"{len(windows)} windows of {documents} documents: {options.out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,12 +1,12 @@
 """Learned token dropping: train a scorer on live caches, then compress caches with any policy.
 
-Axes: ``B`` batch, ``2`` K/V, ``L`` layers, ``H`` KV heads, ``T`` prefix tokens, ``D = H * head_dim``.
+Axes: ``B`` batch, ``2`` K/V, ``L`` layers, ``H`` KV heads, ``T`` prefix tokens, ``C`` signals, ``D = H * head_dim``.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import lightning as L
@@ -14,85 +14,136 @@ import torch
 from torch import Tensor
 
 from kvdata.datasets import KVBatch
-from kvdata.edits.policies import Policy, Source, apply_policy
+from kvdata.edits.functions import weights_revision
+from kvdata.edits.policies import Learned, Policy, Source, apply_policy
 from kvdata.edits.rope import Rope
 from kvdata.engines.huggingface import HuggingFaceEngine, attention_target
+from kvdata.errors import InvalidRequest
 from kvdata.lightning import CacheWrite
-from kvdata.models.losses import sample_tokens, scorer_loss
+from kvdata.models.files import CHECKPOINT_KEY
+from kvdata.models.losses import sample_tokens, scorer_loss, top_k_overlap, variance_explained
 from kvdata.models.token_scorer import TokenScorer
+from training.recipe import Recipe
+
+PREPARED_ON = 8  # caches that the query predictor is fitted to
 
 
-class Teacher:
-    """What the continuation really attends to, computed from the cached KV: no prefix is computed again.
+class PerSample:
+    """Remembers what was computed for each sample of a dataset, up to a number of bytes.
 
-    Targets are kept, by dataset index: an epoch after the first costs no model at all.
+    Args:
+        compute: batch -> ``[B, ...]``.
+        max_bytes: beyond it, further samples are computed again in every epoch.
     """
 
-    def __init__(self, engine: HuggingFaceEngine) -> None:
-        self.engine = engine
+    def __init__(self, compute: Callable[[KVBatch], Tensor], max_bytes: float = 4e9) -> None:
+        self._compute, self._max_bytes = compute, max_bytes
         self._known: dict[int, Tensor] = {}
+        self._bytes = 0
 
     def __call__(self, batch: KVBatch) -> Tensor:
-        """Attention targets ``[B, L, H, T]``: maximum over the later queries, mean over each head's query group."""
-        indices = batch.index.tolist()
-        if any(i not in self._known for i in indices):
-            heads = self.engine.layout.num_kv_heads
-            found = self.engine.attention(
-                batch.kv, batch.continuation, reduce=lambda weights: attention_target(weights, heads)
+        if len(set(batch.lengths.tolist())) > 1:
+            raise InvalidRequest(
+                "a batch holds prefixes of different lengths; use batch_size=1 or windows of one length"
             )
-            self._known.update(zip(indices, found.half(), strict=True))
-        return torch.stack([self._known[i] for i in indices]).float()
+        indices = batch.index.tolist()
+        if all(i in self._known for i in indices):
+            return torch.stack([self._known[i] for i in indices]).float()
+        found = self._compute(batch).half()
+        for index, value in zip(indices, found, strict=True):
+            if index not in self._known and self._bytes + value.nbytes <= self._max_bytes:
+                self._known[index] = value.clone()
+                self._bytes += value.nbytes
+        return found.float()
 
 
-class TokenDropping(L.LightningModule):
+class Teacher(PerSample):
+    """What the continuation really attends to, computed from the cached KV: no prefix is computed again.
+
+    Attention targets ``[B, L, H, T]``, see `attention_target`; an epoch after the first costs no model at all.
+    """
+
+    def __init__(self, engine: HuggingFaceEngine, max_bytes: float = 4e9) -> None:
+        super().__init__(self._targets, max_bytes)
+        self.engine = engine
+
+    def _targets(self, batch: KVBatch) -> Tensor:
+        heads = self.engine.layout.num_kv_heads
+        return self.engine.attention(
+            batch.kv, batch.continuation, reduce=lambda weights: attention_target(weights, heads)
+        )
+
+
+class TokenDropping(Recipe):
     """Trains a `TokenScorer` to predict which cached tokens later queries attend to.
 
     Each step scores a random sample of a batch's tokens: a cheaper step buys more of them. Use it with
     ``Trainer(gradient_clip_val=1.0)`` and small batches.
 
     Args:
-        scorer: the model.
-        teacher: computes the targets; not part of the checkpoint.
-        learning_rate, weight_decay: of AdamW; linear warm-up, then cosine decay to zero over the run.
-        warmup_steps: steps of the warm-up.
+        model, learning_rate, weight_decay, warmup_steps: see `Recipe`.
+        width, dropout: of the scorer.
         sampled_tokens: tokens scored per step.
+        keeps: budgets in tokens, for validation's overlap and for what ``predict`` puts out.
     """
 
     def __init__(
         self,
-        scorer: TokenScorer,
-        teacher: Teacher,
+        model: str | HuggingFaceEngine = "smollm2",
+        width: int = 128,
+        dropout: float = 0.3,
+        sampled_tokens: int = 128,
+        keeps: Sequence[int] = (512, 256),
         learning_rate: float = 4e-3,
         weight_decay: float = 0.05,
         warmup_steps: int = 20,
-        sampled_tokens: int = 128,
     ) -> None:
-        super().__init__()
-        self.scorer = scorer
-        self.teacher = teacher  # a plain object, so its model's weights stay out of checkpoints
-        self.learning_rate, self.weight_decay = learning_rate, weight_decay
-        self.warmup_steps, self.sampled_tokens = warmup_steps, sampled_tokens
+        super().__init__(model, learning_rate, weight_decay, warmup_steps)
+        self.scorer = token_scorer(self.engine, width, dropout)
+        self.sampled_tokens, self.keeps = sampled_tokens, tuple(keeps)
+        # One memory for each stage: indices are those of its dataset.
+        self._targets = {stage: Teacher(self.engine) for stage in ("train", "val", "test")}
+        self._signals = PerSample(lambda batch: self.scorer.signals(batch.kv).transpose(0, 1))
+
+    def on_train_start(self) -> None:
+        """Fit the query predictor to the first caches of the training set, unless a checkpoint has it already."""
+        if not self.scorer.calibrated:
+            self.scorer.prepare(self._with_queries(self.trainer.train_dataloader.dataset))
+
+    def _with_queries(self, dataset: Any) -> Iterator[tuple[Tensor, Tensor]]:
+        for sample in islice((dataset[i] for i in range(len(dataset))), PREPARED_ON):
+            yield sample["kv"].to(self.device), self.engine.queries(sample["tokens"]).to(self.device)
 
     def training_step(self, batch: KVBatch, batch_index: int) -> Tensor:
-        target = self.teacher(batch)
-        chosen = sample_tokens(batch.kv.shape[3], self.sampled_tokens)
+        target = self._targets["train"](batch)
+        chosen = sample_tokens(batch.kv.shape[3], self.sampled_tokens).to(batch.kv.device)
+        scores = self.scorer(batch.kv, chosen, self._signals(batch).transpose(0, 1))
         # The sample already leaves out the sinks and the window, which are kept whatever their score.
-        loss = scorer_loss(self.scorer(batch.kv, chosen), target[..., chosen], sinks=0, window=0)
+        loss = scorer_loss(scores, target.to(scores.device)[..., chosen], sinks=0, window=0)
         self.log("train_loss", loss, prog_bar=True, batch_size=len(batch))
         return loss
 
-    def configure_optimizers(self) -> dict[str, Any]:
-        optimizer = torch.optim.AdamW(
-            self.scorer.parameters(), self.learning_rate, betas=(0.9, 0.98), weight_decay=self.weight_decay
-        )
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self._rate)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+    def validation_step(self, batch: KVBatch, batch_index: int) -> None:
+        self._judge(batch, "val")
 
-    def _rate(self, step: int) -> float:
-        if step < self.warmup_steps:
-            return (step + 1) / self.warmup_steps
-        total = max(1, int(self.trainer.estimated_stepping_batches) - self.warmup_steps)
-        return 0.5 * (1 + math.cos(math.pi * min(1.0, (step - self.warmup_steps) / total)))
+    def test_step(self, batch: KVBatch, batch_index: int) -> None:
+        self._judge(batch, "test")
+
+    def _judge(self, batch: KVBatch, stage: str) -> None:
+        """Log the loss, the explained variance of log attention (each layer's and the mean), and the overlap."""
+        scores, target = self.scorer(batch.kv), self._targets[stage](batch).to(batch.kv.device)
+        explained = variance_explained(scores, target)
+        values = {f"{stage}_loss": scorer_loss(scores, target), f"{stage}_r2": explained.mean()}
+        values |= {f"{stage}_r2_layer{layer:02d}": r2 for layer, r2 in enumerate(explained)}
+        values |= {f"{stage}_overlap_{k}": top_k_overlap(scores, target, k) for k in self.keeps if k < scores.shape[-1]}
+        self.log_dict(values, batch_size=len(batch), sync_dist=True)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint[CHECKPOINT_KEY] = self.scorer.exported()
+
+    def predict_step(self, batch: KVBatch, batch_index: int) -> list[CacheWrite]:
+        policies = [(Learned(self.scorer), weights_revision(self.scorer))]
+        return compress(batch, policies, self.keeps, self.scorer.rope, self.scorer.num_kv_heads)
 
 
 class CompressCaches(L.LightningModule):
@@ -119,13 +170,33 @@ class CompressCaches(L.LightningModule):
 
     def predict_step(self, batch: KVBatch, batch_index: int) -> list[CacheWrite]:
         targets = self.teacher(batch) if self.teacher is not None else None
-        writes = []
-        for row, kv in enumerate(batch.kv):
-            tokens, index = batch.tokens[row].tolist(), int(batch.index[row])
-            source = Source(tokens=tokens, index=index, target=None if targets is None else targets[row])
-            for policy, revision in self.policies:
-                for keep in self.keeps:
-                    smaller, _ = apply_policy(policy, kv, keep, self.rope, self.num_kv_heads, source)
-                    meta = {**batch.meta[row], "index": index}
-                    writes.append(CacheWrite(smaller, tokens, policy.name, revision, meta=meta))
-        return writes
+        return compress(batch, self.policies, self.keeps, self.rope, self.num_kv_heads, targets)
+
+
+def compress(
+    batch: KVBatch,
+    policies: Sequence[tuple[Policy, str]],
+    keeps: Sequence[int],
+    rope: Rope,
+    num_kv_heads: int,
+    targets: Tensor | None = None,
+) -> list[CacheWrite]:
+    """Every policy (with its revision) at every budget for each cache of a batch."""
+    writes = []
+    for row, length in enumerate(batch.lengths.tolist()):
+        kv = batch.kv[row, :, :, :length]
+        tokens, index = batch.tokens[row, :length].tolist(), int(batch.index[row])
+        source = Source(tokens=tokens, index=index, target=None if targets is None else targets[row])
+        for policy, revision in policies:
+            for keep in keeps:
+                smaller, _ = apply_policy(policy, kv, keep, rope, num_kv_heads, source)
+                meta = {**batch.meta[row], "index": index}
+                writes.append(CacheWrite(smaller, tokens, policy.name, revision, meta=meta))
+    return writes
+
+
+def token_scorer(engine: HuggingFaceEngine, width: int = 128, dropout: float = 0.3) -> TokenScorer:
+    """A new scorer for the caches of a model."""
+    layout, rope = engine.layout, Rope.from_config(engine.config)
+    query_heads = engine.model.config.get_text_config(decoder=True).num_attention_heads
+    return TokenScorer(layout.num_layers, layout.num_kv_heads, query_heads, layout.head_dim, rope, width, dropout)

@@ -201,11 +201,10 @@ class HuggingFaceEngine:
 def attention_target(attention: Tensor, num_kv_heads: int) -> Tensor:
     """What a token scorer should predict: ``[..., Hq, N, T]`` attention -> ``[..., H, T]``.
 
-    Maximum over the queries (a token is needed if *any* query needs it), mean over the query heads that share
-    a KV head.
+    The attention mass that a token receives: the mean over the queries, and over the query heads that share a KV head.
     """
-    peak = attention.amax(dim=-2)  # [..., Hq, T]
-    return peak.reshape(*peak.shape[:-2], num_kv_heads, -1, peak.shape[-1]).mean(dim=-2)
+    mass = attention.mean(dim=-2)  # [..., Hq, T]
+    return mass.reshape(*mass.shape[:-2], num_kv_heads, -1, mass.shape[-1]).mean(dim=-2)
 
 
 def _cache_argument(model: Any) -> str:

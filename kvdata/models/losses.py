@@ -1,10 +1,6 @@
 """Losses for models that compress caches.
 
 Axes: ``B`` batch, ``L`` layers, ``H`` KV heads, ``T`` tokens.
-
-Recipe for a `TokenScorer` (SmolLM2-135M, 110 windows of 512 tokens): 8 epochs of batches of 2, 128 tokens sampled
-per step (`sample_tokens`), AdamW with lr 4e-3, betas (0.9, 0.98) and weight decay 0.05, 20 steps of warm-up then
-cosine to 0, gradient norm clipped at 1. More epochs or a smaller lr (2e-3) change nothing.
 """
 
 from __future__ import annotations
@@ -50,3 +46,30 @@ def sample_tokens(
     free = max(length - sinks - window, 0)
     chosen = torch.randperm(free, generator=generator)[:count]
     return (chosen + sinks).sort().values
+
+
+def variance_explained(scores: Tensor, target: Tensor, sinks: int = 4, window: int = 32) -> Tensor:
+    """R2 of each layer's scores as predictors of log attention, by the best line through them: ``[L]``.
+
+    The listwise loss leaves a head's scale and offset free, and so does this: it is the squared correlation, in
+    each sample and head over the tokens between sinks and window, averaged.
+    """
+    free = slice(sinks, scores.shape[-1] - window)
+    x, y = scores[..., free].float(), target[..., free].float().clamp_min(1e-6).log()
+    return (
+        torch.cosine_similarity(x - x.mean(-1, keepdim=True), y - y.mean(-1, keepdim=True), dim=-1)
+        .square()
+        .mean((0, 2))
+    )
+
+
+def top_k_overlap(scores: Tensor, target: Tensor, keep: int, sinks: int = 4, window: int = 32) -> Tensor:
+    """Share of the oracle's choice that the scores choose too, at a budget of `keep` tokens: a scalar.
+
+    Both must keep sinks and window, so that only the ``keep - sinks - window`` others are compared.
+    """
+    free = slice(sinks, scores.shape[-1] - window)
+    count = max(1, keep - sinks - window)
+    chosen = torch.zeros_like(scores[..., free], dtype=torch.bool)
+    chosen.scatter_(-1, scores[..., free].topk(count).indices, True)
+    return chosen.gather(-1, target[..., free].topk(count).indices).float().mean()

@@ -1,15 +1,17 @@
 """A learned token scorer: which tokens of a cache will the future attend to?
 
 Axes: ``2`` K/V, ``L`` layers, ``H`` KV heads, ``T`` tokens, ``S`` scored tokens, ``D = H * head_dim``,
-``B`` batch, ``F`` features, ``W`` hidden width.
+``B`` batch, ``F`` features, ``C`` signals, ``W`` hidden width.
 
-One two-layer perceptron per layer reads a token's keys and values *of all heads* (together they span much of
-the hidden state behind them) and scores the token for each KV head. It is trained with
-`kvdata.models.losses.scorer_loss` on the attention of real continuations; the recipe is there.
+It reads K and V alone. From them it predicts the queries that were asked over the prefix (`QueryPredictor`) and what
+attention those pay to each token (`attention_signals`); a token's score for a KV head starts as the mean of three of
+these signals, and one two-layer perceptron per layer, over the signals and the keys and values of *all* heads, learns
+what they miss. It is trained with `kvdata.models.losses.scorer_loss` on the attention of real continuations.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,14 @@ from torch import Tensor, nn
 
 from kvdata.edits.rope import Rope
 from kvdata.edits.selection import split_heads
-from kvdata.errors import GeometryMismatch, InvalidRequest
+from kvdata.errors import GeometryMismatch
+from kvdata.models.attention_signals import SIGNALS, attention_signals, smoothed
+from kvdata.models.files import load_module, save_module
+from kvdata.models.query_predictor import QueryPredictor
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
+SMOOTHING = (5, 21)  # tokens; one beside a needed token is often needed too
+STARTING_SIGNALS = ("received mean", "future mean", "future of window mean")
 
 
 class TokenScorer(nn.Module):
@@ -28,10 +35,10 @@ class TokenScorer(nn.Module):
 
     Features per layer and token: keys without their rotation (content), keys rotated relative to the end of
     the prefix (what a query that comes next would meet), values, log norms of keys and values, cosine of each key
-    to the mean key (as KeyDiff, arXiv 2504.15364) and the position from both ends.
+    to the mean key (as KeyDiff, arXiv 2504.15364), the position from both ends, and the attention signals.
 
     Args:
-        num_layers, num_kv_heads, head_dim: geometry of the cache.
+        num_layers, num_kv_heads, num_query_heads, head_dim: geometry of the model's attention.
         rope: the model's rotary embedding.
         width: hidden units per layer.
         dropout: on the hidden units, in training.
@@ -46,77 +53,103 @@ class TokenScorer(nn.Module):
         self,
         num_layers: int,
         num_kv_heads: int,
+        num_query_heads: int,
         head_dim: int,
         rope: Rope,
         width: int = 128,
         dropout: float = 0.1,
     ) -> None:
         super().__init__()
-        self.num_layers, self.num_kv_heads, self.head_dim = num_layers, num_kv_heads, head_dim
-        self.width = width
-        self.interleaved = rope.interleaved
-        features = 3 * num_kv_heads * head_dim + 3 * num_kv_heads + 3
+        self.num_layers, self.num_kv_heads, self.num_query_heads = num_layers, num_kv_heads, num_query_heads
+        self.head_dim, self.width, self.interleaved = head_dim, width, rope.interleaved
+        signals = len(SIGNALS) * (1 + len(SMOOTHING))
+        features = 3 * num_kv_heads * head_dim + (3 + signals) * num_kv_heads + 3
+        self.queries = QueryPredictor(num_layers, num_kv_heads, num_query_heads, head_dim, rope)
         self.weight1 = nn.Parameter(torch.randn(num_layers, features, width) / features**0.5)
         self.bias1 = nn.Parameter(torch.zeros(num_layers, 1, width))
-        # Small at first, so that training starts from an almost uniform distribution over tokens.
-        self.weight2 = nn.Parameter(0.3 * torch.randn(num_layers, width, num_kv_heads) / width**0.5)
-        self.bias2 = nn.Parameter(torch.zeros(num_layers, 1, num_kv_heads))
+        # Small at first, so that training starts from the signals.
+        self.weight2 = nn.Parameter(0.1 * torch.randn(num_layers, width, num_kv_heads) / width**0.5)
+        self.direct = nn.Parameter(_starting_weights(num_layers, num_kv_heads, signals))
         self.dropout = nn.Dropout(dropout)
         self.register_buffer("inv_freq", rope.inv_freq.clone())
         self.register_buffer("mean", torch.zeros(num_layers, 1, features))
         self.register_buffer("std", torch.ones(num_layers, 1, features))
         self.register_buffer("calibrated", torch.tensor(False))
 
-    def forward(self, kv: Tensor, tokens: Tensor | None = None) -> Tensor:
+    @property
+    def rope(self) -> Rope:
+        """The model's rotary embedding."""
+        return Rope(self.inv_freq, self.head_dim, self.interleaved)
+
+    def forward(self, kv: Tensor, tokens: Tensor | None = None, signals: Tensor | None = None) -> Tensor:
         """Scores of all tokens ``[B, L, H, T]``, or of the S given token indices only ``[B, L, H, S]``.
 
-        The first forward in training mode takes the features' mean and deviation from its batch.
+        Args:
+            signals: what `signals` gave for these caches, where it is kept between epochs.
 
         Raises:
             GeometryMismatch: the cache is that of another model.
         """
         self._check(kv)
-        features = self._features(kv, tokens)
-        if self.training and not self.calibrated:
-            self._calibrate(features)
+        features, wide = self._features(kv, tokens, self.signals(kv) if signals is None else signals)
         # Standardising is folded into the weights: the features are by far the largest tensor here.
         weight = self.weight1 / self.std.transpose(1, 2)
         bias = self.bias1 - self.mean @ weight
         flat = features.flatten(1, 2)  # [L, B * S, F]
         hidden = torch.baddbmm(bias.to(flat.dtype), flat, weight.to(flat.dtype)).float()
-        hidden = self.dropout(nn.functional.gelu(hidden))
-        scores = torch.baddbmm(self.bias2, hidden, self.weight2)
+        learned = self.dropout(nn.functional.gelu(hidden)) @ self.weight2
         batch, scored = features.shape[1:3]
-        return scores.view(self.num_layers, batch, scored, self.num_kv_heads).permute(1, 0, 3, 2)
+        plain = torch.einsum("lbhsc,lhc->blhs", wide, self.direct)
+        scores: Tensor = plain + learned.view(self.num_layers, batch, scored, self.num_kv_heads).permute(1, 0, 3, 2)
+        return scores
 
     @torch.no_grad()
-    def calibrate(self, kv: Tensor) -> None:
-        """Take mean and deviation of each feature from a few samples ``[B, 2, L, T, D]``."""
-        self._check(kv)
-        self._calibrate(self._features(kv, None))
+    def signals(self, kv: Tensor) -> Tensor:
+        """The attention signals of caches, ``[L, B, H, T, 9]``; they do not change while the scorer is trained."""
+        return attention_signals(kv, self.queries, self.rope, self.num_kv_heads)
+
+    @torch.no_grad()
+    def prepare(self, samples: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Fit the query predictor and the scale of the features, before training.
+
+        Args:
+            samples: a few caches ``[2, L, T, D]`` with their queries ``[L, Hq, T, head_dim]``; eight of 1,024 tokens
+                are enough.
+        """
+        known = list(samples)
+        self.queries.fit(known)
+        few = torch.stack([kv for kv, _ in known[:2]])
+        flat = self._features(few, None, self.signals(few))[0].float().flatten(1, 2)
+        self.mean.copy_(flat.mean(dim=1, keepdim=True))
+        # A feature that never varies in the batch must not explode later.
+        self.std.copy_(flat.std(dim=1, keepdim=True).clamp_min(1e-2))
+        self.calibrated.fill_(True)
 
     def save(self, path: str | Path) -> None:
         """Write geometry and weights to one file that `load` reads."""
+        save_module(path, self.exported())
+
+    def exported(self) -> dict[str, Any]:
+        """What a file holds: tensors and plain values only."""
         config = {
             "num_layers": self.num_layers,
             "num_kv_heads": self.num_kv_heads,
+            "num_query_heads": self.num_query_heads,
             "head_dim": self.head_dim,
             "width": self.width,
             "interleaved": self.interleaved,
             "dropout": self.dropout.p,
         }
-        torch.save({"version": FORMAT_VERSION, "config": config, "state": self.state_dict()}, path)
+        return {"kind": "token scorer", "version": FORMAT_VERSION, "config": config, "state": self.state_dict()}
 
     @classmethod
     def load(cls, path: str | Path) -> TokenScorer:
-        """A scorer from `save`, on the CPU in eval mode; nothing but tensors and plain values is unpickled.
+        """A scorer from `save` or from a recipe's checkpoint, on the CPU in eval mode.
 
         Raises:
             InvalidRequest: the file is of another kind or version.
         """
-        data: Any = torch.load(path, map_location="cpu", weights_only=True)
-        if not isinstance(data, dict) or data.get("version") != FORMAT_VERSION:
-            raise InvalidRequest(f"{path} is not a token scorer of version {FORMAT_VERSION}; train and save it again")
+        data = load_module(path, "token scorer", FORMAT_VERSION)
         config, state = data["config"], data["state"]
         rope = Rope(state["inv_freq"], config["head_dim"], config.pop("interleaved"))
         scorer = cls(rope=rope, **config)
@@ -128,40 +161,37 @@ class TokenScorer(nn.Module):
         if kv.dim() != 5 or kv.shape[1:3] != (2, self.num_layers) or kv.shape[4] != hidden:
             raise GeometryMismatch(f"the scorer takes [B, 2, {self.num_layers}, T, {hidden}], got {tuple(kv.shape)}")
 
-    def _features(self, kv: Tensor, tokens: Tensor | None) -> Tensor:
-        """``[L, B, S, F]`` in the dtype of the matrix product."""
+    def _features(self, kv: Tensor, tokens: Tensor | None, signals: Tensor) -> tuple[Tensor, Tensor]:
+        """Features ``[L, B, S, F]`` in the dtype of the matrix product, and signals ``[L, B, H, S, 3 C]``."""
         length = kv.shape[3]
         positions = torch.arange(length, device=kv.device) if tokens is None else tokens
         layered = kv.permute(1, 2, 0, 3, 4)  # [2, L, B, T, D]
         mean_key = split_heads(layered[0].mean(dim=2, keepdim=True, dtype=torch.float32), self.num_kv_heads)
         chosen = layered if tokens is None else layered.index_select(3, tokens)
         keys, values = split_heads(chosen, self.num_kv_heads)  # [L, B, S, H, head_dim]
-        rope = Rope(self.inv_freq, self.head_dim, self.interleaved)
         at = positions[:, None]  # one position for all heads of a token
-        parts = [
-            rope.rerotate(keys, at, 0),
-            rope.rerotate(keys, length, 0),
-            values,
-        ]
+        parts = [self.rope.rerotate(keys, at, 0), self.rope.rerotate(keys, length, 0), values]
+        wide = torch.cat([signals, *(smoothed(signals, size) for size in SMOOTHING)], dim=-1).index_select(3, positions)
         statistics = torch.cat(
             (
                 _log_norm(keys),
                 torch.cosine_similarity(keys.float(), mean_key, dim=-1),
                 _log_norm(values),
                 _places(positions, length).expand(*keys.shape[:3], -1),
+                wide.transpose(2, 3).flatten(-2),
             ),
             dim=-1,
         )
         dtype = _product_dtype(kv)
-        return torch.cat([*(part.flatten(-2).to(dtype) for part in parts), statistics.to(dtype)], dim=-1)
+        return torch.cat([*(part.flatten(-2).to(dtype) for part in parts), statistics.to(dtype)], dim=-1), wide
 
-    @torch.no_grad()
-    def _calibrate(self, features: Tensor) -> None:
-        flat = features.float().flatten(1, 2)
-        self.mean.copy_(flat.mean(dim=1, keepdim=True))
-        # A feature that never varies in the batch must not explode later.
-        self.std.copy_(flat.std(dim=1, keepdim=True).clamp_min(1e-2))
-        self.calibrated.fill_(True)
+
+def _starting_weights(num_layers: int, num_kv_heads: int, signals: int) -> Tensor:
+    """The mean of `STARTING_SIGNALS`: without training already as good as SnapKV with the true queries."""
+    weights = torch.zeros(num_layers, num_kv_heads, signals)
+    for name in STARTING_SIGNALS:
+        weights[..., SIGNALS.index(name)] = 1 / len(STARTING_SIGNALS)
+    return weights
 
 
 def _log_norm(x: Tensor) -> Tensor:

@@ -28,7 +28,8 @@ from kvdata.evaluation import decode_arms, decoding_report, print_decoding, save
 from kvdata.evaluation.decoding import Arm
 from tests.live.environments import ROOT
 from tests.live.stack import LOGS, SERVED_NAME, VLLM, lmcache, vllm
-from training.demo import fast_dtype, train
+from training.demo import train
+from training.recipe import fast_dtype
 from training.text import prompts_and_windows
 
 PROMPTS, PROMPT_TOKENS, DECODED, KEEP = 8, 3000, 64, 0.5

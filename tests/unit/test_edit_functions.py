@@ -39,7 +39,8 @@ KINDS = ("drop_middle_chunks", "random", "sinks_and_recency", "key_norm", "keydi
 def saved_scorer(path: Path, seed: int = 0, config: dict[str, Any] = CONFIG) -> Path:
     torch.manual_seed(seed)
     rope = Rope.from_config(config)
-    TokenScorer(LAYOUT.num_layers, LAYOUT.num_kv_heads, LAYOUT.head_dim, rope, width=8).save(path)
+    heads = LAYOUT.num_kv_heads
+    TokenScorer(LAYOUT.num_layers, heads, 2 * heads, LAYOUT.head_dim, rope, width=8).save(path)
     return path
 
 

@@ -13,13 +13,15 @@ from kvdata.edits.functions import weights_revision
 from kvdata.edits.policies import KeyDiff, Oracle, Random
 from kvdata.edits.rope import Rope
 from kvdata.engines.huggingface import HuggingFaceEngine, attention_target
-from kvdata.models.token_scorer import TokenScorer
 from tests.unit.conftest import fresh_tokens
 from training.text import documentation_windows, split_by_document
 from training.token_dropping import CompressCaches, Teacher, TokenDropping
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*does not have many workers.*", "ignore:.*LeafSpec.*", "ignore:.*smaller than the logging interval.*"
+    "ignore:.*no `val_dataloader`.*",
+    "ignore:.*does not have many workers.*",
+    "ignore:.*LeafSpec.*",
+    "ignore:.*smaller than the logging interval.*",
 )
 
 
@@ -54,13 +56,6 @@ def dataset(engine, connection):
     data.close()
 
 
-def scorer(engine: HuggingFaceEngine) -> TokenScorer:
-    torch.manual_seed(0)
-    layout = engine.layout
-    rope = Rope.from_config(engine.config)
-    return TokenScorer(layout.num_layers, layout.num_kv_heads, layout.head_dim, rope, width=16)
-
-
 def test_targets_are_the_models_attention_and_are_computed_once(engine, dataset):
     batch = collate(dataset.__getitems__([2, 5]))
     teacher = Teacher(engine)
@@ -74,9 +69,10 @@ def test_targets_are_the_models_attention_and_are_computed_once(engine, dataset)
 
 
 def test_training_lowers_the_loss_and_changes_the_revision(engine, dataset):
-    model = scorer(engine)
+    torch.manual_seed(0)
+    module = TokenDropping(engine, width=16, warmup_steps=2, sampled_tokens=40)
+    model = module.scorer
     before = weights_revision(model)
-    module = TokenDropping(model, Teacher(engine), warmup_steps=2, sampled_tokens=40)
     losses: list[float] = []
     module.log = lambda name, value, **_: losses.append(value.item())
     loader = DataLoader(dataset, batch_size=2, collate_fn=collate)
@@ -91,7 +87,7 @@ def test_training_lowers_the_loss_and_changes_the_revision(engine, dataset):
 
 
 def test_the_teacher_is_not_part_of_the_checkpoint(engine):
-    module = TokenDropping(scorer(engine), Teacher(engine))
+    module = TokenDropping(engine)
     assert all(name.startswith("scorer.") for name in module.state_dict())
 
 

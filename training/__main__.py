@@ -1,0 +1,60 @@
+"""One recipe on live caches: ``python -m training fit|validate|test|predict --config training/configs/NAME.yaml``.
+
+Every argument of the YAML can be given on the command line too, e.g. ``--data.url tcp://localhost:5555``.
+``--trainer.fast_dev_run true`` tries one batch of everything and stores nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from rich.console import Console
+
+from kvdata.errors import KVCacheSDKError
+from kvdata.lightning import KVCacheWriter
+
+try:
+    from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
+except ImportError as missing:
+    raise ImportError("python -m training needs jsonargparse: pip install 'kvdata[train]'") from missing
+
+
+class RecipeCLI(LightningCLI):
+    """A LightningCLI whose ``predict`` stores the compressed caches in the server they were made from."""
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_argument("--manifest", type=str, default=None, help="JSONL file that predict writes addresses to")
+
+    def before_predict(self) -> None:
+        manifest = self.config[self.subcommand].manifest or Path(self.trainer.default_root_dir) / "manifest.jsonl"
+        writer = KVCacheWriter(self.datamodule.connection, manifest, stages=["predict"])
+        self.trainer.callbacks.append(writer)
+
+    def predict(self, model: L.LightningModule, **options: Any) -> None:
+        """Run the recipe over the held-out caches; results go through the writer, not into memory."""
+        self.trainer.predict(model, return_predictions=False, **options)
+
+
+def main(args: ArgsType = None) -> None:
+    """Entry point: kvdata's own errors become one line on stderr and exit code 1."""
+    try:
+        RecipeCLI(
+            L.LightningModule,
+            L.LightningDataModule,
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            seed_everything_default=0,
+            save_config_callback=SaveConfigCallback,
+            save_config_kwargs={"overwrite": True},
+            args=args,
+        )
+    except KVCacheSDKError as exc:
+        Console(stderr=True).print(f"[red]{type(exc).__name__}[/red]: {exc}", highlight=False, soft_wrap=True)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
