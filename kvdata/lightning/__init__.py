@@ -2,7 +2,8 @@
 
 from kvdata.lightning.cache_write import CacheWrite, WriteCounts
 from kvdata.lightning.datamodule import KVCacheDataModule
+from kvdata.lightning.documents import KVCacheDocuments
 from kvdata.lightning.stats import KVCacheStats
 from kvdata.lightning.writer import KVCacheWriter
 
-__all__ = ["CacheWrite", "KVCacheDataModule", "KVCacheStats", "KVCacheWriter", "WriteCounts"]
+__all__ = ["CacheWrite", "KVCacheDataModule", "KVCacheDocuments", "KVCacheStats", "KVCacheWriter", "WriteCounts"]

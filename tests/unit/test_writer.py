@@ -17,7 +17,7 @@ from kvdata.errors import InvalidRequest, MissingKV, StoreConflict, StoreFailed
 from kvdata.lightning import CacheWrite, KVCacheWriter
 from kvdata.lightning.pending import Pending
 from tests.unit.conftest import LAYOUT, fresh_tokens, random_kv
-from tests.unit.writes import QUIET, Emits, predict, readable, trainer, write, writer_threads
+from tests.unit.writes import QUIET, Emits, Trains, predict, readable, trainer, write, writer_threads
 
 pytestmark = QUIET
 
@@ -148,24 +148,6 @@ def test_without_a_trainer_it_is_submitted_and_flushed(connection, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["m.jsonl"]
     writer.flush()
     assert not writer_threads()
-
-
-class Trains(Emits):
-    """Puts out writes in training and validation steps, too."""
-
-    def __init__(self, batches, validation):
-        super().__init__(batches)
-        self.layer = torch.nn.Linear(1, 1)
-        self.validation = validation
-
-    def training_step(self, batch, index):
-        return {"loss": self.layer(torch.ones(1)).sum(), "cache_writes": self.batches[index]}
-
-    def validation_step(self, batch, index):
-        return self.validation[index]
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 1e-3)
 
 
 def fit(writer, module, **options):

@@ -40,6 +40,24 @@ class Emits(L.LightningModule):
     test_step = predict_step
 
 
+class Trains(Emits):
+    """Puts out writes in training and validation steps, too."""
+
+    def __init__(self, batches, validation):
+        super().__init__(batches)
+        self.layer = torch.nn.Linear(1, 1)
+        self.validation = validation
+
+    def training_step(self, batch, index):
+        return {"loss": self.layer(torch.ones(1)).sum(), "cache_writes": self.batches[index]}
+
+    def validation_step(self, batch, index):
+        return self.validation[index]
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 1e-3)
+
+
 def write(tokens=64, policy="keydiff", **options) -> CacheWrite:
     source = fresh_tokens(2 * tokens)
     return CacheWrite(random_kv(tokens), source, policy, **options)
@@ -49,8 +67,14 @@ def trainer(writer: KVCacheWriter, **options) -> L.Trainer:
     callbacks = [writer, *options.pop("callbacks", [])]
     if len(callbacks) == 1:
         options.setdefault("enable_checkpointing", False)
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    return L.Trainer(accelerator="cpu", devices=1, callbacks=callbacks, **{**quiet, **options})
+    quiet = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    return L.Trainer(callbacks=callbacks, **{**quiet, **options})
 
 
 def predict(writer: KVCacheWriter, module: Emits) -> None:
