@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import ast
 import sysconfig
-from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -16,7 +15,8 @@ from pydoc_data.topics import topics
 from blake3 import blake3
 
 from kvdata.cli.options import model_folder
-from kvdata.datasets import Prefixes, PrefixRecord
+from kvdata.datasets import Prefixes
+from kvdata.datasets import split_by_document as splits_by_document
 from kvdata.datasets.prefixes import Tokenizer
 
 
@@ -70,23 +70,13 @@ def prompts_and_windows(
 
 
 def split_by_document(windows: Prefixes, held_out: int) -> tuple[Prefixes, Prefixes]:
-    """``(training, held out)``: whole documents, in the order of their names' hashes, until ``held_out`` windows."""
-    names = [record.meta["name"] for record in windows]
-    chosen: set[str] = set()
-    for name in sorted(set(names), key=_hash):
-        if sum(n in chosen for n in names) >= held_out:
-            break
-        chosen.add(name)
-    return _where(windows, (n not in chosen for n in names)), _where(windows, (n in chosen for n in names))
+    """``(training, held out)`` of the windows of `documentation_windows`, as `kvdata.datasets.splits` chooses them."""
+    splits = splits_by_document(windows, held_out, key="name")
+    return splits.train, splits.test
 
 
 def _hash(name: str) -> bytes:
     return blake3(name.encode()).digest()
-
-
-def _where(windows: Prefixes, keep: Iterable[bool]) -> Prefixes:
-    records: list[PrefixRecord] = [record for record, kept in zip(windows, keep, strict=True) if kept]
-    return Prefixes(records)
 
 
 def main() -> None:

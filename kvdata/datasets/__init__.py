@@ -10,11 +10,13 @@ from kvdata.datasets.refill import Refill
 from kvdata.datasets.sample import Sample
 from kvdata.datasets.samplers import KVBatchSampler
 from kvdata.datasets.snapshot import KVSnapshotDataset, Snapshot, SnapshotReport
+from kvdata.datasets.splits import DocumentSplits, split_by_document
 from kvdata.datasets.worker_loader import KVDataLoader
 from kvdata.datasets.workers import worker_init_fn
 
 __all__ = [
     "Coverage",
+    "DocumentSplits",
     "KVBatch",
     "KVBatchSampler",
     "KVCacheDataset",
@@ -31,5 +33,6 @@ __all__ = [
     "SnapshotReport",
     "Written",
     "collate",
+    "split_by_document",
     "worker_init_fn",
 ]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ class Written:
         tokens, salt: the address of the compressed cache.
         policy, revision: what made it.
         bytes: size of the compressed cache.
+        result: ``"stored"``, or ``"deduplicated"`` where the server had it already.
         meta: labels.
     """
 
@@ -36,6 +38,13 @@ class Written:
     result: str = "stored"
     meta: dict[str, Any] = field(default_factory=dict)
 
+    def line(self) -> str:
+        """The line; `InvalidRequest` when JSON cannot hold its labels."""
+        try:
+            return json.dumps(asdict(self)) + "\n"
+        except (TypeError, ValueError) as exc:
+            raise InvalidRequest(f"meta of the cache under salt {self.salt!r} is not for JSON: {exc}") from exc
+
 
 class Manifest(Sequence[Written]):
     """The lines of a manifest file, later ones replacing earlier ones of the same address."""
@@ -46,13 +55,28 @@ class Manifest(Sequence[Written]):
     @classmethod
     def load(cls, path: str | Path) -> Manifest:
         """Read a manifest; `InvalidRequest` names the line that is none."""
+        return cls.parse(Path(path).read_text(encoding="utf-8"), path)
+
+    @classmethod
+    def parse(cls, text: str, path: str | Path) -> Manifest:
+        """The manifest that a file holds; errors as `load`."""
         entries = []
-        for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
+        for number, line in enumerate(text.splitlines(), start=1):
             try:
                 entries.append(Written(**json.loads(line)))
             except (ValueError, TypeError) as exc:
                 raise InvalidRequest(f"{path}, line {number}, is not a line of a manifest: {exc}") from exc
         return cls(entries)
+
+    def save(self, path: str | Path) -> None:
+        """Write it, one line for each address: whole, or not at all."""
+        path = Path(path)
+        new = path.with_name(path.name + ".new")
+        with open(new, "w", encoding="utf-8") as file:
+            file.writelines(entry.line() for entry in self)
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(path)
 
     def __len__(self) -> int:
         return len(self._entries)

@@ -57,6 +57,10 @@ class KVCacheDataModule(L.LightningDataModule):
         if val is None:  # Lightning then fits without validating
             self.val_dataloader = None  # type: ignore[method-assign, assignment]
 
+    def dataset(self, split: str) -> CacheDataset | None:
+        """The dataset of ``train``, ``val``, ``test`` or ``predict``, if there is one."""
+        return self._datasets[split]
+
     def train_dataloader(self) -> Any:
         loader = self._loader("train", self._shuffle)
         if self._resumed is not None:

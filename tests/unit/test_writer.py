@@ -3,60 +3,23 @@
 from __future__ import annotations
 
 import json
-import logging
 import threading
+from dataclasses import replace
 
-import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
-from kvdata import Connection, KVCacheDataset
+from kvdata import KVCacheDataset
 from kvdata.datasets import Manifest
-from kvdata.errors import InvalidRequest, MissingKV, StoreFailed
+from kvdata.errors import InvalidRequest, MissingKV, StoreConflict, StoreFailed
 from kvdata.lightning import CacheWrite, KVCacheWriter
+from kvdata.lightning.pending import Pending
 from tests.unit.conftest import LAYOUT, fresh_tokens, random_kv
+from tests.unit.writes import QUIET, Emits, Trains, predict, readable, trainer, write, writer_threads
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers.*", "ignore:.*LeafSpec.*")
-
-
-class Emits(L.LightningModule):
-    """A module whose steps put out prepared writes."""
-
-    def __init__(self, batches, fail_at=None, as_dict=False):
-        super().__init__()
-        self.batches, self.fail_at, self.as_dict = batches, fail_at, as_dict
-
-    def predict_step(self, batch, index):
-        if index == self.fail_at:
-            raise RuntimeError("the model failed")
-        return {"cache_writes": self.batches[index]} if self.as_dict else self.batches[index]
-
-    test_step = predict_step
-
-
-def write(tokens=64, policy="keydiff", **options) -> CacheWrite:
-    source = fresh_tokens(2 * tokens)
-    return CacheWrite(random_kv(tokens), source, policy, **options)
-
-
-def trainer(writer) -> L.Trainer:
-    return L.Trainer(accelerator="cpu", logger=False, callbacks=[writer], enable_progress_bar=False, barebones=False)
-
-
-def predict(writer, module):
-    loader = DataLoader(range(len(module.batches)))
-    trainer(writer).predict(module, loader, return_predictions=False)
-
-
-def readable(connection: Connection, written: CacheWrite) -> bool:
-    with connection.connect() as ctx:
-        found = ctx.retrieve(*written.address())
-    return found is not None and torch.equal(found, written.kv)
-
-
-def writer_threads() -> list[threading.Thread]:
-    return [t for t in threading.enumerate() if t.name == "kvdata-writer"]
+pytestmark = QUIET
 
 
 def test_every_output_is_stored_and_listed(connection, tmp_path):
@@ -110,38 +73,6 @@ def test_outputs_of_other_stages_are_left_alone(connection):
         KVCacheWriter(connection, stages=["fit"])
 
 
-def test_after_an_error_in_the_module_what_was_put_out_is_still_written(connection):
-    batches = [[write()], [write()], []]
-    writer = KVCacheWriter(connection)
-    with pytest.raises(RuntimeError, match="the model failed"):
-        predict(writer, Emits(batches, fail_at=2))
-    assert writer.counts.stored == 2
-    assert all(readable(connection, batch[0]) for batch in batches[:2])
-    assert not writer_threads()
-
-
-def test_a_failed_store_is_raised_with_its_reason(connection):
-    bad = CacheWrite(random_kv(33), fresh_tokens(64), "keydiff")
-    writer = KVCacheWriter(connection)
-    good = write()
-    with pytest.raises(StoreFailed, match="not whole chunks of 32"):
-        predict(writer, Emits([[bad], [good], [], []]))
-    assert writer.counts.failed == 1
-
-
-def test_a_dead_server_fails_the_run_and_never_hides_the_first_error(caplog):
-    nobody = Connection("tcp://127.0.0.1:1", "http://127.0.0.1:1", "m", 1.0, LAYOUT)
-    writer = KVCacheWriter(nobody)
-    with pytest.raises(StoreFailed, match="is the server running"):
-        predict(writer, Emits([[write()]]))
-    failing = KVCacheWriter(nobody)
-    with pytest.raises(RuntimeError, match="the model failed"), caplog.at_level(logging.ERROR, "kvdata"):
-        predict(failing, Emits([[write()], []], fail_at=1))
-    assert "1 compressed caches were not stored" in caplog.text
-    assert failing.counts.failed == 1
-    assert not writer_threads()
-
-
 def test_a_manifest_with_two_caches_of_one_prompt_asks_which(connection, tmp_path):
     source = fresh_tokens(128)
     writes = [[CacheWrite(random_kv(kept), source, policy) for policy in ("keydiff", "learned") for kept in (64, 32)]]
@@ -157,3 +88,110 @@ def test_a_manifest_with_two_caches_of_one_prompt_asks_which(connection, tmp_pat
     (tmp_path / "m.jsonl").write_text('{"tokens": [1]}')
     with pytest.raises(InvalidRequest, match="line 1, is not"):
         Manifest.load(tmp_path / "m.jsonl")
+
+
+def test_a_cache_that_comes_twice_is_written_and_listed_once(connection, tmp_path):
+    one, other = write(), write()
+    writer = KVCacheWriter(connection, tmp_path / "m.jsonl")
+    predict(writer, Emits([[one, one], [other], [one]]))
+    assert (writer.counts.stored, writer.counts.deduplicated, writer.counts.chunks) == (2, 2, 4)
+    assert [e.salt for e in Manifest.load(tmp_path / "m.jsonl")] == [one.address()[1], other.address()[1]]
+    with pytest.raises(StoreConflict, match="new revision="):
+        predict(KVCacheWriter(connection), Emits([[one, replace(one, kv=random_kv(64))]]))
+    assert readable(connection, one)
+
+
+def test_the_queue_holds_so_many_bytes_or_one_larger_item():
+    pending = Pending[str](10)
+    assert pending.put("larger", 25, 0)
+    assert not pending.put("small", 1, 0.05)
+    assert pending.put("nothing", 0, 0)
+    assert pending.drop() == ["larger", "nothing"]
+    assert pending.put("six", 6, 0)
+    assert not pending.put("five", 5, 0.05)
+    assert pending.put("four", 4, 0)
+    assert not pending.wait_done(0)
+    seen: list[str] = []
+    thread = threading.Thread(target=pending.consume, args=[seen.append])
+    thread.start()
+    assert pending.put("ten", 10, 30)  # waits until both are done
+    assert pending.wait_done(30)
+    pending.close()
+    thread.join(30)
+    assert seen == ["six", "four", "ten"]
+
+
+def test_caches_larger_than_the_queue_pass_one_by_one(connection):
+    batches = [[write(), write()], [write()]]
+    writer = KVCacheWriter(connection, max_pending_bytes=1)
+    predict(writer, Emits(batches))
+    assert writer.counts.stored == 3
+    assert all(readable(connection, w) for batch in batches for w in batch)
+
+
+def test_of_every_so_many_caches_one_is_read_back(connection):
+    for every, expected in ((0, 0), (1, 5), (2, 3), (16, 1)):
+        writer = KVCacheWriter(connection, verify_every=every)
+        predict(writer, Emits([[write(), write(32)], [write(), write(32), write()]]))
+        assert writer.counts.stored == 5
+        assert writer.counts.verified == expected
+        assert writer.counts.chunks_read == {0: 0, 1: 8, 2: 6, 16: 2}[every]
+
+
+def test_without_a_trainer_it_is_submitted_and_flushed(connection, tmp_path):
+    writer = KVCacheWriter(connection, tmp_path / "m.jsonl")
+    first, second = write(), write()
+    for one in (first, second):
+        writer.submit(one)
+        writer.flush()
+    assert [len(e.tokens) for e in Manifest.load(tmp_path / "m.jsonl")] == [64, 64]
+    assert [path.name for path in tmp_path.iterdir()] == ["m.jsonl"]
+    writer.flush()
+    assert not writer_threads()
+
+
+def fit(writer, module, **options):
+    train, validation = DataLoader(range(len(module.batches))), DataLoader(range(len(module.validation)))
+    trainer(writer, max_epochs=1, **options).fit(module, train, validation)
+
+
+def test_fast_dev_run_and_the_sanity_check_write_nothing(connection, embedded, tmp_path):
+    module = Trains([[write()]], [[write()]])
+    writer = KVCacheWriter(connection, tmp_path / "m.jsonl", ["train", "validation", "predict"])
+    fit(writer, module, fast_dev_run=True)
+    trainer(writer, fast_dev_run=True).predict(module, DataLoader(range(1)))
+    assert not list(tmp_path.iterdir())
+    failing = Trains([], [[write()], [write()]])  # two validation batches in the sanity check, and nothing after it
+    trainer(writer, max_epochs=0, num_sanity_val_steps=2).fit(failing, DataLoader(range(1)), DataLoader(range(2)))
+    assert writer.counts.stored == 0
+    assert not any(readable(connection, w) for w in (module.batches[0][0], module.validation[0][0]))
+    assert not any(readable(connection, batch[0]) for batch in failing.validation)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_fit_writes_what_its_stages_put_out(connection, tmp_path):
+    module = Trains([[write()], [write()]], [[write(32)]])
+    writer = KVCacheWriter(connection, tmp_path / "m.jsonl", ["train", "validation"])
+    fit(writer, module)
+    assert len(Manifest.load(tmp_path / "m.jsonl")) == 3
+    assert writer.counts.stored == 3
+    only = KVCacheWriter(connection, tmp_path / "validation.jsonl", ["validation"])
+    trainer(only).validate(module, DataLoader(range(1)), verbose=False)
+    assert [len(e.tokens) for e in Manifest.load(tmp_path / "validation.jsonl")] == [32]
+
+
+def test_no_checkpoint_is_written_unless_all_before_it_is_stored(connection, tmp_path):
+    bad = CacheWrite(random_kv(33), fresh_tokens(64), "keydiff")
+    checkpoint = ModelCheckpoint(tmp_path / "ckpt", every_n_train_steps=1, save_top_k=-1, filename="{step}")
+    writer = KVCacheWriter(connection, tmp_path / "m.jsonl", ["train"])
+    with pytest.raises(StoreFailed, match="not whole chunks"):
+        fit(writer, Trains([[write()], [write()], [bad], [write()]], [[]]), callbacks=[checkpoint])
+    assert {path.name for path in (tmp_path / "ckpt").iterdir()} == {"step=1.ckpt", "step=2.ckpt"}
+    assert not (tmp_path / "m.jsonl").exists()
+    assert len((tmp_path / "m.jsonl.rank0.part").read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize("options", [{"max_pending_bytes": 0}, {"drain_seconds": 0}, {"verify_every": -1}])
+def test_limits_that_make_no_sense_are_refused(connection, options):
+    with pytest.raises(InvalidRequest, match="must be positive"):
+        KVCacheWriter(connection, **options)
