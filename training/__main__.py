@@ -17,7 +17,7 @@ from kvdata.errors import KVCacheSDKError
 from kvdata.lightning import KVCacheWriter
 
 try:
-    from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
+    from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 except ImportError as missing:
     raise ImportError("python -m training needs jsonargparse: pip install 'kvdata[train]'") from missing
 
@@ -47,7 +47,7 @@ def main(args: ArgsType = None) -> None:
             subclass_mode_model=True,
             subclass_mode_data=True,
             seed_everything_default=0,
-            save_config_callback=SaveConfigCallback,
+            auto_configure_optimizers=False,
             save_config_kwargs={"overwrite": True},
             args=args,
         )

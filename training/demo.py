@@ -34,13 +34,12 @@ from kvdata.datasets import Manifest
 from kvdata.edits.functions import weights_revision
 from kvdata.edits.policies import KeyDiff, KeyNorm, Learned, Oracle, Policy, Random, Recency
 from kvdata.edits.rope import Rope
-from kvdata.engines.huggingface import HuggingFaceEngine
+from kvdata.engines.huggingface import HuggingFaceEngine, fast_dtype
 from kvdata.engines.smollm2 import smollm2_folder
 from kvdata.errors import KVCacheSDKError
 from kvdata.evaluation import PolicyCaches, evaluate_caches, print_table, save_json, save_plot
 from kvdata.lightning import KVCacheWriter
 from kvdata.models.token_scorer import TokenScorer
-from training.recipe import fast_dtype
 from training.text import documentation_windows, split_by_document
 from training.token_dropping import CompressCaches, Teacher, TokenDropping
 

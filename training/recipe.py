@@ -13,7 +13,7 @@ import lightning as L
 import torch
 
 from kvdata.cli.options import model_folder
-from kvdata.engines.huggingface import HuggingFaceEngine
+from kvdata.engines.huggingface import HuggingFaceEngine, fast_dtype
 
 
 class Recipe(L.LightningModule):
@@ -62,9 +62,3 @@ class Recipe(L.LightningModule):
 def load_engine(model: str | Path) -> HuggingFaceEngine:
     """The model of a folder or ``smollm2``, in the fastest dtype this machine has."""
     return HuggingFaceEngine.from_pretrained(model_folder(str(model)), dtype=fast_dtype())
-
-
-def fast_dtype() -> torch.dtype:
-    """bfloat16 where this CPU multiplies it in hardware (three times as fast), else float32."""
-    checks = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
-    return torch.bfloat16 if any(getattr(torch.cpu, name, bool)() for name in checks) else torch.float32

@@ -35,11 +35,13 @@ ModelConfig = Annotated[
 PrefixFile = Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="Prefix file (JSONL).")]
 
 
-def load_model(model: str) -> HuggingFaceEngine:
-    """The Hugging Face model of a folder, or ``smollm2``."""
-    from kvdata.engines.huggingface import HuggingFaceEngine
+def load_model(model: str, fast: bool = False) -> HuggingFaceEngine:
+    """The Hugging Face model of a folder, or ``smollm2``; `fast` in the dtype that engines use, else in float32."""
+    import torch
 
-    return HuggingFaceEngine.from_pretrained(model_folder(model))
+    from kvdata.engines.huggingface import HuggingFaceEngine, fast_dtype
+
+    return HuggingFaceEngine.from_pretrained(model_folder(model), dtype=fast_dtype() if fast else torch.float32)
 
 
 def model_folder(model: str) -> Path:
