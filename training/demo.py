@@ -124,7 +124,7 @@ def run(options: argparse.Namespace, url: str, http_url: str) -> None:
     ingested = (len(training) + len(held_out)) * chunks[CONTEXT]
     written = windows_made * sum(chunks[keep] for keep in KEEPS)
     # A server counts a read whenever a read lock is released: a store's confirmation and coverage() are reads too.
-    looked_up = ingested + written + len(training) * chunks[CONTEXT]
+    looked_up = ingested + written + writer.counts.chunks_read + len(training) * chunks[CONTEXT]
     batches = (options.epochs * len(training) + 2 * len(held_out)) * chunks[CONTEXT] + written
     expected = {"stored_chunks": ingested + written, "retrieved_chunks": looked_up + batches}
     report = {

@@ -34,15 +34,14 @@ def cache(first: int, number: int, tokens: int = 64) -> CacheWrite:
 
 
 class Fails(Trains):
-    """Puts out the cache of each sample's number; the ``bad`` one's cannot be stored. With a second
-    batch, rank 1 waits until it has failed."""
+    """Puts out the cache of each sample's number. The ``bad`` one's cannot be stored: a next batch waits for that."""
 
     def __init__(self, first: int, bad: int, writer: KVCacheWriter):
         super().__init__([], [])
         self.first, self.bad, self.writer = first, bad, writer
 
     def test_step(self, batch, index):
-        while index and self.trainer.global_rank == 1 and not self.writer.counts.failed:
+        while index and self.trainer.global_rank == self.bad and not self.writer.counts.failed:
             time.sleep(0.01)
         return [cache(self.first, n, 33 if n == self.bad else 64) for n in batch.tolist()]
 
