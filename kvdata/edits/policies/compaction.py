@@ -30,9 +30,9 @@ class Compaction(QueryPolicy):
         ridge: weight of staying at the old values, relative to the mean squared attention a slot gets.
     """
 
-    references: int = 256
+    references: int = 512
     future: int = 128
-    ridge: float = 0.1
+    ridge: float = 1.0
     name: str = "compaction"
 
     def ask(self, kv: Tensor, source: Source) -> Tensor:
