@@ -26,6 +26,7 @@ from kvdata.models.token_scorer import TokenScorer
 from training.recipe import Recipe
 
 PREPARED_ON = 8  # caches that the query predictor is fitted to
+STAGES = ("train", "val", "test")
 
 
 class PerSample:
@@ -102,12 +103,13 @@ class TokenDropping(Recipe):
         self.scorer = token_scorer(self.engine, width, dropout)
         self.sampled_tokens, self.keeps = sampled_tokens, tuple(keeps)
         # One memory for each stage: indices are those of its dataset.
-        self._targets = {stage: Teacher(self.engine) for stage in ("train", "val", "test")}
-        self._signals = PerSample(lambda batch: self.scorer.signals(batch.kv).transpose(0, 1))
+        self._targets = {stage: Teacher(self.engine) for stage in STAGES}
+        self._signals = {stage: PerSample(self._compute_signals) for stage in STAGES}
 
     def on_train_start(self) -> None:
         """Fit the query predictor to the first caches of the training set, unless a checkpoint has it already."""
         if not self.scorer.calibrated:
+            self._signals = {stage: PerSample(self._compute_signals) for stage in STAGES}  # the sanity check's are old
             self.scorer.prepare(self._with_queries(self.trainer.train_dataloader.dataset))
 
     def _with_queries(self, dataset: Any) -> Iterator[tuple[Tensor, Tensor]]:
@@ -117,7 +119,7 @@ class TokenDropping(Recipe):
     def training_step(self, batch: KVBatch, batch_index: int) -> Tensor:
         target = self._targets["train"](batch)
         chosen = sample_tokens(batch.kv.shape[3], self.sampled_tokens).to(batch.kv.device)
-        scores = self.scorer(batch.kv, chosen, self._signals(batch).transpose(0, 1))
+        scores = self.scorer(batch.kv, chosen, self._signals["train"](batch).transpose(0, 1))
         # The sample already leaves out the sinks and the window, which are kept whatever their score.
         loss = scorer_loss(scores, target.to(scores.device)[..., chosen], sinks=0, window=0)
         self.log("train_loss", loss, prog_bar=True, batch_size=len(batch))
@@ -131,12 +133,16 @@ class TokenDropping(Recipe):
 
     def _judge(self, batch: KVBatch, stage: str) -> None:
         """Log the loss, the explained variance of log attention (each layer's and the mean), and the overlap."""
-        scores, target = self.scorer(batch.kv), self._targets[stage](batch).to(batch.kv.device)
+        scores = self.scorer(batch.kv, None, self._signals[stage](batch).transpose(0, 1))
+        target = self._targets[stage](batch).to(scores.device)
         explained = variance_explained(scores, target)
         values = {f"{stage}_loss": scorer_loss(scores, target), f"{stage}_r2": explained.mean()}
         values |= {f"{stage}_r2_layer{layer:02d}": r2 for layer, r2 in enumerate(explained)}
         values |= {f"{stage}_overlap_{k}": top_k_overlap(scores, target, k) for k in self.keeps if k < scores.shape[-1]}
         self.log_dict(values, batch_size=len(batch), sync_dist=True)
+
+    def _compute_signals(self, batch: KVBatch) -> Tensor:
+        return self.scorer.signals(batch.kv).transpose(0, 1)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint[CHECKPOINT_KEY] = self.scorer.exported()

@@ -1,0 +1,101 @@
+"""``python -m training`` as a user runs it: the shipped configurations, on a tiny model's caches in a real server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvdata.datasets import Manifest, Prefixes
+from kvdata.edits.functions import learned
+from kvdata.errors import InvalidRequest
+from kvdata.models.token_scorer import TokenScorer
+from tests.unit.conftest import fresh_tokens
+from tests.unit.tiny_model import tiny_engine, tiny_folder, windows
+from training.__main__ import main
+
+CONFIGS = Path(__file__).parents[2] / "training" / "configs"
+CONTEXT, CONTINUATION = 128, 16
+
+pytestmark = [
+    pytest.mark.filterwarnings(
+        "ignore:.*does not have many workers.*",
+        "ignore:.*LeafSpec.*",
+        "ignore:.*smaller than the logging interval.*",
+        "ignore:.*exists and is not empty.*",
+        "ignore:.*`treespec`.*",
+        "ignore:.*litlogger.*",
+    ),
+    pytest.mark.timeout(300),
+]
+
+
+@pytest.fixture
+def arguments(connection, tmp_path, monkeypatch) -> list[str]:
+    """Options that point a shipped configuration at twelve caches of four documents of the tiny model."""
+    monkeypatch.chdir(tmp_path)
+    engine = tiny_engine()
+    salt = f"recipe-{fresh_tokens(1)[0]}"
+    records = windows(12, CONTEXT, CONTINUATION, seed=3)
+    with connection.connect() as ctx:
+        for number, record in enumerate(records):
+            engine.store_prefix(ctx, record["tokens"], salt)
+            record["meta"] = {"name": f"document {number % 4}"}
+    Prefixes(Prefixes.of(records), connection.layout, connection.model_name).to_jsonl(tmp_path / "windows.jsonl")
+    return [
+        f"--model.init_args.model={tiny_folder(tmp_path / 'model')}",
+        "--data.init_args.prefixes=windows.jsonl",
+        f"--data.init_args.url={connection.url}",
+        f"--data.init_args.http_url={connection.http_url}",
+        f"--data.init_args.cache_salt={salt}",
+        "--data.init_args.held_out=3",
+        "--data.init_args.validation=3",
+        "--trainer.max_epochs=2",
+        "--trainer.accelerator=cpu",
+        "--trainer.enable_progress_bar=false",
+        "--trainer.log_every_n_steps=1",
+    ]
+
+
+SCORER = ["--config", str(CONFIGS / "token_scorer.yaml"), "--model.init_args.keeps=[64]"]
+
+
+def test_a_scorer_is_fitted_tested_and_its_caches_are_written_back(arguments, connection, tmp_path):
+    main(["fit", *SCORER, *arguments])
+    checkpoint = Path("runs/token-scorer/checkpoints/best.ckpt")
+    losses = Path("runs/token-scorer/csv/metrics.csv").read_text()
+    assert {"val_r2_layer02", "val_overlap_64", "train_loss"} <= set(losses.splitlines()[0].split(","))
+    assert list(Path("runs/token-scorer/tensorboard").glob("events.*"))
+    main(["test", *SCORER, *arguments, "--ckpt_path", str(checkpoint)])
+    main(["predict", *SCORER, *arguments, "--ckpt_path", str(checkpoint), "--manifest", "manifest.jsonl"])
+    written = Manifest.load("manifest.jsonl")
+    held_out = Prefixes.from_jsonl("windows.jsonl")
+    assert len(written) == 3
+    edit = learned(checkpoint, tiny_engine().config, keep=0.5)
+    assert edit.revision == written[0].revision
+    with connection.connect() as ctx:
+        for entry in written:
+            (source,) = [r for r in held_out if r.tokens[:64].tolist() == entry.tokens]
+            kv = ctx.retrieve(source.tokens, arguments[4].split("=")[1])
+            wanted, _ = edit(kv, source.tokens.tolist())
+            assert torch.equal(ctx.retrieve(entry.tokens, entry.salt), wanted)
+
+
+def test_fast_dev_run_leaves_nothing_behind(arguments):
+    main(["fit", *SCORER, *arguments, "--trainer.fast_dev_run=true"])
+    assert not Path("runs/token-scorer/checkpoints").exists()
+    main(["predict", *SCORER, *arguments, "--trainer.fast_dev_run=true", "--manifest", "manifest.jsonl"])
+    assert not Path("manifest.jsonl").exists()
+
+
+def test_another_recipes_checkpoint_is_no_scorer(tmp_path):
+    torch.save({"state_dict": {}, "epoch": 1}, tmp_path / "other.ckpt")
+    with pytest.raises(InvalidRequest, match="not a token scorer"):
+        TokenScorer.load(tmp_path / "other.ckpt")
+
+
+def test_a_servers_error_is_one_line(arguments, capsys):
+    with pytest.raises(SystemExit, match="1"):
+        main(["fit", *SCORER, *arguments, "--data.init_args.cache_salt=other"])
+    assert "MissingKV: 12 of 12" in " ".join(capsys.readouterr().err.split())
