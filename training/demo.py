@@ -22,7 +22,6 @@ from typing import Any
 import httpx
 import lightning as L
 import numpy as np
-import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from rich.console import Console
@@ -35,10 +34,18 @@ from kvdata.datasets import Manifest
 from kvdata.edits.functions import weights_revision
 from kvdata.edits.policies import KeyDiff, KeyNorm, Learned, Oracle, Policy, Random, Recency
 from kvdata.edits.rope import Rope
-from kvdata.engines.huggingface import HuggingFaceEngine
+from kvdata.engines.huggingface import HuggingFaceEngine, fast_dtype
 from kvdata.engines.smollm2 import smollm2_folder
 from kvdata.errors import KVCacheSDKError
-from kvdata.evaluation import PolicyCaches, evaluate_caches, print_table, save_json, save_plot
+from kvdata.evaluation import (
+    PolicyCaches,
+    comparisons,
+    evaluate_caches,
+    print_results,
+    save_json,
+    save_plot,
+    summarise,
+)
 from kvdata.lightning import KVCacheWriter
 from kvdata.models.token_scorer import TokenScorer
 from training.text import documentation_windows, split_by_document
@@ -114,7 +121,8 @@ def run(options: argparse.Namespace, url: str, http_url: str) -> None:
         for keep in KEEPS:
             dataset = KVCacheDataset(read_back(manifest, held_out, policy.name, keep), connection=connection)
             caches.append(PolicyCaches(policy.name, keep / CONTEXT, dataset, policy.trained, policy.sees))
-    results = evaluate_caches(engine, caches, progress=_progress("windows"))
+    rows = evaluate_caches(engine, caches, progress=_progress("windows"))
+    results, compared = summarise(rows), comparisons(rows)
     for dataset in (train_set, *(c.dataset for c in caches)):
         dataset.close()
 
@@ -130,6 +138,7 @@ def run(options: argparse.Namespace, url: str, http_url: str) -> None:
     expected = {"stored_chunks": ingested + written, "retrieved_chunks": looked_up + batches}
     report = {
         "results": results,
+        "comparisons": compared,
         "server": found,
         "expected": expected,
         "model": MODEL,
@@ -145,7 +154,7 @@ def run(options: argparse.Namespace, url: str, http_url: str) -> None:
     save_json(report, out / "report.json")
     title = f"Dropping tokens of {MODEL}'s KV cache ({CONTEXT} tokens, {len(held_out)} held-out windows)"
     save_plot(results, out / "report.png", title)
-    print_table(results, console, title)
+    print_results(results, compared, console, title)
     console.print(
         f"{found['stored_chunks']} chunks stored, {found['retrieved_chunks']} retrieved, "
         f"{writer.counts.failed} writes failed; {report['seconds']:.0f} s\n"
@@ -234,12 +243,6 @@ def embedded_server() -> Iterator[tuple[str, str]]:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-
-
-def fast_dtype() -> torch.dtype:
-    """bfloat16 where this CPU multiplies it in hardware (three times as fast), else float32."""
-    checks = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
-    return torch.bfloat16 if any(getattr(torch.cpu, name, bool)() for name in checks) else torch.float32
 
 
 def chunk_tokens(http_url: str) -> int:

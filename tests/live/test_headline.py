@@ -21,14 +21,14 @@ from rich.console import Console
 from kvdata import Connection, KVCacheContext, KVCacheDataset, Prefixes
 from kvdata.edits import functions
 from kvdata.edits.functions import Edit
-from kvdata.engines.huggingface import HuggingFaceEngine
+from kvdata.engines.huggingface import HuggingFaceEngine, fast_dtype
 from kvdata.engines.openai import openai_completion
 from kvdata.engines.smollm2 import smollm2_folder
 from kvdata.evaluation import decode_arms, decoding_report, print_decoding, save_json, score_continuations
 from kvdata.evaluation.decoding import Arm
 from tests.live.environments import ROOT
 from tests.live.stack import LOGS, SERVED_NAME, VLLM, lmcache, vllm
-from training.demo import fast_dtype, train
+from training.demo import train
 from training.text import prompts_and_windows
 
 PROMPTS, PROMPT_TOKENS, DECODED, KEEP = 8, 3000, 64, 0.5

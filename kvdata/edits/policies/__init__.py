@@ -1,9 +1,13 @@
 """Token dropping policies: who decides which tokens a cache keeps."""
 
+from collections.abc import Callable, Mapping
+
 from kvdata.edits.policies.base import Policy, Sees, Source, apply_policy
 from kvdata.edits.policies.cache import KeyDiff, KeyNorm, Learned, Oracle, Random, Recency, ValueNorm
+from kvdata.edits.rope import Rope
 
 __all__ = [
+    "POLICIES",
     "TRAINING_FREE",
     "KeyDiff",
     "KeyNorm",
@@ -19,3 +23,13 @@ __all__ = [
 ]
 
 TRAINING_FREE: tuple[Policy, ...] = (Random(), Recency(), KeyNorm(), KeyDiff(), ValueNorm())
+
+POLICIES: Mapping[str, Callable[[Rope], Policy]] = {
+    "random": lambda rope: Random(),
+    "recency": lambda rope: Recency(),
+    "key-norm": lambda rope: KeyNorm(),
+    "keydiff": lambda rope: KeyDiff(),
+    "value-norm": lambda rope: ValueNorm(),
+    "oracle": lambda rope: Oracle(),
+}
+"""Every policy that needs no weights, by name; made for the model whose RoPE is given."""
