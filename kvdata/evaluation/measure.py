@@ -27,7 +27,7 @@ class Reference:
 
     def __init__(self, engine: Engine, kv: Tensor, parts: Sequence[Continuation], rope: Rope) -> None:
         self.engine, self.kv, self.parts = engine, kv, parts
-        self._logits = {part.kind: engine.continue_from(kv[None], part.ids[None]) for part in parts}
+        self._logits = {part.kind: engine.continue_from(kv[None], part.ids[None]).float() for part in parts}
         following = next(part.ids for part in parts if part.kind == NEXT)
         self._attention = AttentionError(kv, engine.attention_inputs(kv, following), rope)
 
@@ -59,7 +59,7 @@ class Reference:
         found: list[Measures] = [{"nll": {}, "kl": {}, "top1": {}} for _ in range(rows)]
         for part in self.parts:
             for row, own in zip(found, logits[part.kind], strict=True):  # one at a time: N x V is large in float32
-                given, ids = scored(own[None], part.ids[None], part.cue)
+                given, ids = scored(own[None].float(), part.ids[None], part.cue)
                 reference, _ = scored(self._logits[part.kind], part.ids[None], part.cue)
                 row["nll"][part.kind] = float(next_token_nll(given, ids))
                 row["kl"][part.kind] = float(kl_divergence(reference, given))

@@ -17,7 +17,12 @@ from torch import Tensor
 from kvdata.edits.policies import Sees, Source
 from kvdata.layout import KVLayout
 
-_ORDER = list(Sees)  # what sees more needs what sees less needs
+_INPUTS: dict[Sees, tuple[str, ...]] = {
+    Sees.CACHE: (),
+    Sees.QUERIES: ("queries",),
+    Sees.QUESTION: ("queries", "question"),
+    Sees.FUTURE: ("target",),
+}
 
 
 class Engine(Protocol):
@@ -66,18 +71,16 @@ class Subject:
 
     def source(self, sees: Sees) -> Source:
         """What a method that declares `sees` is given."""
-        level = _ORDER.index(sees)
         return Source(
             tokens=self.ids,
-            queries=self._queries if level >= _ORDER.index(Sees.QUERIES) else None,
-            question=self._asked if level >= _ORDER.index(Sees.QUESTION) else None,
-            target=self._target if sees is Sees.FUTURE else None,
+            queries=self._queries if "queries" in _INPUTS[sees] else None,
+            question=self._asked if "question" in _INPUTS[sees] else None,
+            target=self._target if "target" in _INPUTS[sees] else None,
         )
 
     def inputs_seconds(self, sees: Sees) -> float:
         """Time of the model passes behind `source`; they are made once for all methods."""
-        names = [name for name, kind in _INPUTS.items() if _ORDER.index(kind) <= _ORDER.index(sees)]
-        return sum(self.seconds.get(name, 0.0) for name in names)
+        return sum(self.seconds.get(name, 0.0) for name in _INPUTS[sees])
 
     @cached_property
     def _queries(self) -> Tensor:
@@ -104,6 +107,3 @@ class Subject:
             found = compute()
         self.seconds[name] = time.perf_counter() - started
         return found
-
-
-_INPUTS = {"queries": Sees.QUERIES, "question": Sees.QUESTION, "target": Sees.FUTURE}

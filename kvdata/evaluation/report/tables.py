@@ -11,9 +11,16 @@ from rich.table import Table
 from kvdata.edits.policies import Sees
 from kvdata.evaluation.decoding import Arm
 from kvdata.evaluation.live_scoring import LiveResult
-from kvdata.evaluation.report.kinds import WORDS, budgets, by_kind
+from kvdata.evaluation.report.kinds import budgets, by_kind
 from kvdata.evaluation.results import Comparison, Result
 from kvdata.evaluation.runs import FULL
+
+_SHORT = {
+    Sees.CACHE: "the cache",
+    Sees.QUERIES: "queries too",
+    Sees.QUESTION: "the question",
+    Sees.FUTURE: "the answer",
+}
 
 Column = tuple[str, Callable[[Result], str]]
 
@@ -41,13 +48,13 @@ def print_results(results: Sequence[Result], comparisons: Sequence[Comparison], 
 def print_costs(results: Sequence[Result], console: Console) -> None:
     """Time, and NLL increase when passages of the prefix are recalled."""
     kinds = list(results[0].recall)
-    columns: list[Column] = [(f"{kind}", lambda r, kind=kind: f"{r.recall[kind].delta_nll:+.3f}") for kind in kinds]  # type: ignore[misc]
+    columns: list[Column] = [(kind, lambda r, kind=kind: f"{r.recall[kind].delta_nll:+.3f}") for kind in kinds]  # type: ignore[misc]
     columns += [
-        (f"{name} ms", lambda r, name=name: f"{1000 * r.seconds.get(name, 0):.1f}")  # type: ignore[misc]
+        (name, lambda r, name=name: f"{1000 * r.seconds.get(name, 0):.1f}")  # type: ignore[misc]
         for name in ("inputs", "score", "write", "read")
     ]
     for keep in budgets(results):
-        table = _table(f"keep {keep:g}: recalling passages (NLL increase), and time a window (median)", columns)
+        table = _table(f"keep {keep:g}: recalling passages (NLL increase), and ms a window (median)", columns)
         _fill(table, results, keep, columns)
         console.print(table)
     console.print(
@@ -105,7 +112,7 @@ def _quality(results: Sequence[Result]) -> list[Column]:
         ("increase", lambda r: f"{r.delta_nll:+.3f}"),
         ("90 % interval", lambda r: f"{r.ci90[0]:+.3f} {r.ci90[1]:+.3f}"),
         ("KL", lambda r: f"{r.kl:.3f}"),
-        ("top-1", lambda r: f"{100 * r.top1:.1f} %"),
+        ("top-1", lambda r: f"{100 * r.top1:.1f}%"),
     ]
     if any(r.attention_error is not None for r in results):
         columns.append(("attn.", lambda r: "" if r.attention_error is None else f"{r.attention_error:.3f}"))
@@ -115,7 +122,7 @@ def _quality(results: Sequence[Result]) -> list[Column]:
 
 
 def _table(title: str, columns: Sequence[Column]) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE, padding=(0, 1))
+    table = Table(title=title, title_justify="left", box=box.SIMPLE, padding=(0, 0), pad_edge=False)
     table.add_column("policy", no_wrap=True)
     for name, _ in columns:
         table.add_column(name, justify="right", no_wrap=True)
@@ -126,10 +133,10 @@ def _fill(table: Table, results: Sequence[Result], keep: float, columns: Sequenc
     """A section of rows for each thing that policies see."""
     for sees, rows in by_kind(results, keep):
         table.add_section()
-        table.add_row(f"[italic]{WORDS[sees].split(':')[0]}[/italic]")
+        table.add_row(f"[italic]sees {_SHORT[sees]}[/italic]")
         for r in rows:
             style = "bold" if r.trained else "dim" if sees is Sees.FUTURE else None
-            table.add_row(f"{'*' if r.trained else ' '} {r.policy}", *(show(r) for _, show in columns), style=style)
+            table.add_row(f"{'*' if r.trained else ' '}{r.policy}", *(show(r) for _, show in columns), style=style)
 
 
 def _sentence(found: Comparison) -> str:
