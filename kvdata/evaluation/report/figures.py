@@ -8,7 +8,7 @@ from typing import Any
 from kvdata.edits.policies import Sees
 from kvdata.evaluation.report.documents import Document
 from kvdata.evaluation.report.kinds import WORDS, budgets, by_kind
-from kvdata.evaluation.report.plots import COLOURS, TRAINED
+from kvdata.evaluation.report.plots import styles
 from kvdata.evaluation.results import Result
 
 try:
@@ -17,7 +17,7 @@ try:
 except ImportError as missing:
     raise ImportError("the HTML report needs plotly and jinja2: pip install 'kvdata[eval]'") from missing
 
-_DASHES = ("solid", "dash", "dot", "dashdot")
+_DASHES = {"solid": "solid", "dashed": "dash", "dotted": "dot", "dashdot": "dashdot"}  # as matplotlib calls them
 _PARTS = ("score", "write", "read")
 _BUDGET_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7")
 
@@ -30,16 +30,14 @@ def curves(results: Sequence[Result]) -> Any:
     figure = make_subplots(cols=len(panels), shared_yaxes=True, subplot_titles=titles, horizontal_spacing=0.03)
     for column, sees in enumerate(panels, start=1):
         shown = [r for r in results if r.keep < 1 and r.sees in (sees, Sees.FUTURE)]
-        number = 0
-        for policy in dict.fromkeys(r.policy for r in shown):
+        looks = styles(shown)
+        for policy, look in looks.items():
             rows = sorted((r for r in shown if r.policy == policy), key=lambda r: r.keep)
-            plain = not rows[0].trained and rows[0].sees is not Sees.FUTURE
-            figure.add_trace(_curve(policy, rows, number, column == 1), row=1, col=column)
-            number += plain
+            figure.add_trace(_curve(policy, rows, look, column == 1), row=1, col=column)
     figure.add_hline(0, line_width=1, line_color="black")
     figure.update_xaxes(title_text="tokens kept", tickformat=".0%", tickvals=budgets(results))
     figure.update_yaxes(title_text="NLL increase (nats per token)", col=1)
-    return _laid_out(figure, 460)
+    return _laid_out(figure, 520)
 
 
 def attention_errors(results: Sequence[Result]) -> Any:
@@ -105,14 +103,13 @@ def documents(found: Sequence[Document], results: Sequence[Result], keep: float)
     names = [f"{document.name} ({document.windows})" for document in found]
     largest = max(abs(value) for row in values for value in row) or 1.0
     figure = go.Figure(_heat(policies, names, values, "+.3f", "RdBu_r", -largest, largest))
+    figure.update_xaxes(tickangle=-30)
     figure.update_yaxes(autorange="reversed")
-    return _laid_out(figure, 120 + 24 * len(found))
+    return _laid_out(figure, 150 + 24 * len(found))
 
 
-def _curve(policy: str, rows: Sequence[Result], number: int, legend: bool) -> Any:
+def _curve(policy: str, rows: Sequence[Result], look: tuple[str, str], legend: bool) -> Any:
     oracle, trained = rows[0].sees is Sees.FUTURE, rows[0].trained
-    colour = "grey" if oracle else TRAINED if trained else COLOURS[number % len(COLOURS)]
-    dash = "dash" if oracle else "solid" if trained else _DASHES[number // len(COLOURS) % len(_DASHES)]
     return go.Scatter(
         x=[r.keep for r in rows],
         y=[r.delta_nll for r in rows],
@@ -125,7 +122,7 @@ def _curve(policy: str, rows: Sequence[Result], number: int, legend: bool) -> An
         legendgroup=policy,
         showlegend=legend or not oracle,
         mode="lines+markers",
-        line={"color": colour, "width": 4 if trained else 2, "dash": dash},
+        line={"color": look[0], "width": 4 if trained else 2, "dash": _DASHES[look[1]]},
     )
 
 
@@ -137,6 +134,7 @@ def _bars(results: Sequence[Result], value: Any, title: str) -> Any:
             go.Bar(x=[r.policy for r in rows], y=[value(r) for r in rows], name=f"keep {keep:g}", marker_color=colour)
         )
     figure.update_layout(barmode="group")
+    figure.update_xaxes(tickangle=-30)
     figure.update_yaxes(title_text=title)
     return _laid_out(figure, 380)
 

@@ -13,6 +13,8 @@ from kvdata.evaluation.report.kinds import WORDS, budgets, by_kind
 from kvdata.evaluation.results import Comparison, Result
 from kvdata.evaluation.runs import FULL, Row
 
+_CONFIG = {"displayModeBar": False, "responsive": True}
+
 
 def save_html(
     path: Path,
@@ -66,4 +68,6 @@ def _figures(results: Sequence[Result], rows: Sequence[Row], windows: Prefixes) 
         made |= {"passkey": figures.passkey(results), "depths": figures.passkey_depths(results)}
     found = by_document(rows, windows)
     made |= {f"documents {keep:g}": figures.documents(found, results, keep) for keep in budgets(results)}
-    return {name: figure.to_html(full_html=False, include_plotlyjs=False) for name, figure in made.items()}
+    return {
+        name: figure.to_html(full_html=False, include_plotlyjs=False, config=_CONFIG) for name, figure in made.items()
+    }

@@ -14,8 +14,8 @@ from kvdata.evaluation.results import Result
 
 # Okabe-Ito, readable with colour-vision deficiency; black and grey are kept for the reference and the oracle.
 COLOURS = ("#E69F00", "#56B4E9", "#009E73", "#CC79A7", "#0072B2", "#F0E442")
-TRAINED = "#D55E00"
-_DASHES = ("-", "--", ":", "-.")
+TRAINED = ("#D55E00", "#8A2B06", "#FF9C5B")
+_DASHES = ("solid", "dashed", "dotted", "dashdot")
 
 
 def save_plot(results: Sequence[Result], path: Path, title: str) -> None:
@@ -50,13 +50,10 @@ def save_gain_plot(gains: Mapping[str, Mapping[float, float]], path: Path, title
 def _curves(axes: Any, results: Sequence[Result], full: Result) -> None:
     axes.axhline(0, color="black", linewidth=1, label=f"full cache (NLL {full.nll:.2f})")
     policies = list(dict.fromkeys(r.policy for r in results))
-    number = 0
+    looks = styles(results)
     for place, policy in enumerate(policies):
         rows = sorted((r for r in results if r.policy == policy), key=lambda r: r.keep)
         oracle, trained = rows[0].sees is Sees.FUTURE, rows[0].trained
-        colour = "grey" if oracle else TRAINED if trained else COLOURS[number % len(COLOURS)]
-        dashes = "--" if oracle else "-" if trained else _DASHES[number // len(COLOURS) % len(_DASHES)]
-        number += not (oracle or trained)
         low = [max(0.0, r.delta_nll - r.ci90[0]) for r in rows]
         high = [max(0.0, r.ci90[1] - r.delta_nll) for r in rows]
         # Side by side, or the intervals of one budget would hide each other.
@@ -65,13 +62,29 @@ def _curves(axes: Any, results: Sequence[Result], full: Result) -> None:
             [r.keep + aside for r in rows],
             [r.delta_nll for r in rows],
             yerr=[low, high],
-            color=colour,
+            color=looks[policy][0],
             marker="o",
             linewidth=3 if trained else 1.5,
-            linestyle=dashes,
+            linestyle=looks[policy][1],
             capsize=3,
             label=policy + (" (trained)" if trained else " (sees the answer)" if oracle else ""),
         )
+
+
+def styles(results: Sequence[Result]) -> dict[str, tuple[str, str]]:
+    """Colour and line style of each policy; no two of one panel look alike."""
+    found: dict[str, tuple[str, str]] = {}
+    plain = trained = 0
+    for policy, first in {r.policy: r for r in results}.items():
+        if first.sees is Sees.FUTURE:
+            found[policy] = "grey", "dashed"
+        elif first.trained:
+            found[policy] = TRAINED[trained % len(TRAINED)], "solid"
+            trained += 1
+        else:
+            found[policy] = COLOURS[plain % len(COLOURS)], _DASHES[plain // len(COLOURS) % len(_DASHES)]
+            plain += 1
+    return found
 
 
 @contextmanager
