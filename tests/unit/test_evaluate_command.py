@@ -17,7 +17,7 @@ from kvdata.evaluation.measure import Reference
 from kvdata.models.token_scorer import TokenScorer
 from tests.unit.tiny_model import tiny_engine, tiny_folder, windows
 
-TOKENS, POLICIES = 192, ("random", "keydiff", "oracle")
+TOKENS, POLICIES = 256, ("random", "keydiff", "oracle")
 
 
 @pytest.fixture(scope="module")
@@ -61,18 +61,17 @@ def run(embedded, model, prefixes, scorer, tmp_path):
 def test_the_reports_say_what_was_measured(run, tmp_path):
     done = run()
     assert done.exit_code == 0, done.output
-    lines = done.output.splitlines()
-    assert max(map(len, lines)) <= 80
-    assert "…" not in done.output
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    assert "…" not in done.stdout
     for name in ("sees the cache", "sees the answer", "*my-scorer", "keep 0.25"):
-        assert name in done.output
+        assert name in done.stdout
 
     out = tmp_path / "out"
     report = json.loads((out / "report.json").read_text())
     names = {*POLICIES, "my-scorer"}
     found = {(r["policy"], r["keep"]): r for r in report["results"]}
     assert set(found) == {("full", 1.0)} | {(name, keep) for name in names for keep in (0.5, 0.25)}
-    assert [found["my-scorer", 0.25][key] for key in ("kept_tokens", "windows", "trained")] == [32, 4, True]
+    assert [found["my-scorer", 0.25][key] for key in ("kept_tokens", "windows", "trained")] == [64, 4, True]
     assert found["keydiff", 0.5]["passkey"]["prompts"] == 5
     assert found["oracle", 0.5]["sees"] == "future"
     rows = [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]

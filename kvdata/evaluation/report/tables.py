@@ -84,10 +84,11 @@ def print_decoding(arms: Sequence[Arm], logprob: Mapping[str, float], console: C
 
 
 def print_live(results: Sequence[LiveResult], console: Console, title: str) -> None:
-    """What a serving engine made of the caches, beside the figures computed here; red where it did not read them."""
-    table = Table(title=title, box=box.SIMPLE, padding=(0, 1))
+    """What a serving engine made of the caches, beside the figures computed here; red where it did not read all
+    chunks that it was expected to."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE, padding=(0, 0), pad_edge=False)
     table.add_column("policy", no_wrap=True)
-    for name in ("keep", "NLL", "increase", "90 % interval", "here", "chunks read", "of", "tokens/s", "gain"):
+    for name in ("keep", "NLL", "increase", "90 % interval", "here", "read", "of", "tokens/s", "gain"):
         table.add_column(name, justify="right", no_wrap=True)
     for r in results:
         table.add_row(
