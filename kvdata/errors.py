@@ -19,12 +19,13 @@
     │   ├── PoolFull                         no room, even after waiting for eviction
     │   ├── StoreConflict                    the address holds, or is being given, other content
     │   └── CacheLocked                      a reader holds what should be deleted
-    └── SnapshotError                        a snapshot folder that cannot be read or written
-        ├── OtherSnapshot                    it holds other caches, or other files
-        ├── SnapshotIncomplete               the writing of it was interrupted
-        ├── SnapshotDamaged                  a file of it is gone, truncated or changed
-        ├── UnsupportedSnapshot              a newer kvdata wrote it
-        └── DiskFull                         no room on the disk
+    ├── SnapshotError                        a snapshot folder that cannot be read or written
+    │   ├── OtherSnapshot                    it holds other caches, or other files
+    │   ├── SnapshotIncomplete               the writing of it was interrupted
+    │   ├── SnapshotDamaged                  a file of it is gone, truncated or changed
+    │   ├── UnsupportedSnapshot              a newer kvdata wrote it
+    │   └── DiskFull                         no room on the disk
+    └── OtherEvaluation                      a folder holds the evaluation of other windows, or under other settings
 
 Each can be built from one string, because PyTorch re-creates a worker's exception as ``Type(message)``.
 """
@@ -128,3 +129,7 @@ class UnsupportedSnapshot(SnapshotError):
 
 class DiskFull(SnapshotError):
     """There is no room for a file of a snapshot; what was finished before is kept."""
+
+
+class OtherEvaluation(KVCacheSDKError):
+    """A folder holds results of other windows, another model or other settings. Nothing in it was changed."""

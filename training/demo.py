@@ -37,7 +37,15 @@ from kvdata.edits.rope import Rope
 from kvdata.engines.huggingface import HuggingFaceEngine, fast_dtype
 from kvdata.engines.smollm2 import smollm2_folder
 from kvdata.errors import KVCacheSDKError
-from kvdata.evaluation import PolicyCaches, evaluate_caches, print_table, save_json, save_plot
+from kvdata.evaluation import (
+    PolicyCaches,
+    comparisons,
+    evaluate_caches,
+    print_results,
+    save_json,
+    save_plot,
+    summarise,
+)
 from kvdata.lightning import KVCacheWriter
 from kvdata.models.token_scorer import TokenScorer
 from training.text import documentation_windows, split_by_document
@@ -113,7 +121,8 @@ def run(options: argparse.Namespace, url: str, http_url: str) -> None:
         for keep in KEEPS:
             dataset = KVCacheDataset(read_back(manifest, held_out, policy.name, keep), connection=connection)
             caches.append(PolicyCaches(policy.name, keep / CONTEXT, dataset, policy.trained, policy.sees))
-    results = evaluate_caches(engine, caches, progress=_progress("windows"))
+    rows = evaluate_caches(engine, caches, progress=_progress("windows"))
+    results, compared = summarise(rows), comparisons(rows)
     for dataset in (train_set, *(c.dataset for c in caches)):
         dataset.close()
 
@@ -129,6 +138,7 @@ def run(options: argparse.Namespace, url: str, http_url: str) -> None:
     expected = {"stored_chunks": ingested + written, "retrieved_chunks": looked_up + batches}
     report = {
         "results": results,
+        "comparisons": compared,
         "server": found,
         "expected": expected,
         "model": MODEL,
@@ -144,7 +154,7 @@ def run(options: argparse.Namespace, url: str, http_url: str) -> None:
     save_json(report, out / "report.json")
     title = f"Dropping tokens of {MODEL}'s KV cache ({CONTEXT} tokens, {len(held_out)} held-out windows)"
     save_plot(results, out / "report.png", title)
-    print_table(results, console, title)
+    print_results(results, compared, console, title)
     console.print(
         f"{found['stored_chunks']} chunks stored, {found['retrieved_chunks']} retrieved, "
         f"{writer.counts.failed} writes failed; {report['seconds']:.0f} s\n"

@@ -10,7 +10,7 @@ try:
     import typer
     from rich.markup import escape
 
-    from kvdata.cli import caches, servers, snapshot
+    from kvdata.cli import caches, evaluate, servers, snapshot
     from kvdata.cli.options import err, out
 except ImportError as missing:  # pragma: no cover - depends on the installation
     raise ImportError(f"the kvdata command needs {missing.name}: pip install 'kvdata[server]'") from missing
@@ -32,6 +32,7 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     caches.verify,
     caches.delete,
     snapshot.snapshot,
+    evaluate.evaluate,
 )
 for command in COMMANDS:
     app.command()(command)

@@ -67,8 +67,10 @@ class Job:
 
 def through_model(job: Job, model: str, url: str, http_url: str, timeout: float) -> bool:
     """Prefill with a Hugging Face model and store; True when the server holds all of it."""
+    from kvdata.engines.huggingface import fast_dtype
+
     job.model_name = job.model_name or model
-    engine = load_model(model, fast=True)
+    engine = load_model(model, fast_dtype())
     job.save(engine.layout)
     stored = short = 0
     with Connection(url, http_url, job.model_name, timeout, engine.layout).connect() as ctx:

@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.progress import track
 
 if TYPE_CHECKING:
+    import torch
+
     from kvdata.datasets.ingest import Progress
     from kvdata.engines.huggingface import HuggingFaceEngine
 
@@ -35,13 +37,13 @@ ModelConfig = Annotated[
 PrefixFile = Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="Prefix file (JSONL).")]
 
 
-def load_model(model: str, fast: bool = False) -> HuggingFaceEngine:
-    """The Hugging Face model of a folder, or ``smollm2``; `fast` in the dtype that engines use, else in float32."""
+def load_model(model: str, dtype: torch.dtype | None = None) -> HuggingFaceEngine:
+    """The Hugging Face model of a folder, or ``smollm2``; computes in float32 unless a dtype is given."""
     import torch
 
-    from kvdata.engines.huggingface import HuggingFaceEngine, fast_dtype
+    from kvdata.engines.huggingface import HuggingFaceEngine
 
-    return HuggingFaceEngine.from_pretrained(model_folder(model), dtype=fast_dtype() if fast else torch.float32)
+    return HuggingFaceEngine.from_pretrained(model_folder(model), dtype=dtype or torch.float32)
 
 
 def model_folder(model: str) -> Path:

@@ -250,12 +250,17 @@ def learned(
         GeometryMismatch: the scorer is that of another model.
         InvalidRequest: the file is no token scorer.
     """
-    scorer = TokenScorer.load(path)
-    edit = policy_edit(policies.Learned(scorer), config, keep, revision or weights_revision(scorer), **options)
-    same = scorer.inv_freq.shape == edit.rope.inv_freq.shape and torch.allclose(scorer.inv_freq, edit.rope.inv_freq)
-    if not same or (scorer.num_kv_heads, scorer.head_dim) != (edit.num_kv_heads, edit.rope.head_dim):
+    policy, weights = scorer_policy(path, config)
+    return policy_edit(policy, config, keep, revision or weights, **options)
+
+
+def scorer_policy(path: str | Path, config: Mapping[str, Any], name: str = "learned") -> tuple[policies.Learned, str]:
+    """The policy of a file of `TokenScorer.save`, and `weights_revision` of it; arguments and errors as `learned`."""
+    scorer, rope = TokenScorer.load(path), Rope.from_config(config)
+    same = scorer.inv_freq.shape == rope.inv_freq.shape and torch.allclose(scorer.inv_freq, rope.inv_freq)
+    if not same or (scorer.num_kv_heads, scorer.head_dim) != (_kv_heads(config), rope.head_dim):
         raise GeometryMismatch(f"{path} was trained for a model with other heads or RoPE than this config's")
-    return edit
+    return policies.Learned(scorer, name), weights_revision(scorer)
 
 
 def weights_revision(scorer: TokenScorer) -> str:

@@ -69,7 +69,7 @@ class Answer:
         ids = _token_ids(choice)
         self.begun = self.begun or bool(text or ids)
         if ids is not None:
-            yield from self._counted(ids, text)
+            yield from self._counted(ids, text, _logprobs(choice))
         elif text and self._tokenizer is None:
             raise ProtocolError(
                 f"{self.url} reports no token ids. vLLM does with return_token_ids (0.10.2 or newer); or start it with "
@@ -78,11 +78,12 @@ class Answer:
         else:
             self._text += text
 
-    def _counted(self, ids: list[int], text: str) -> Iterator[TokenEvent]:
+    def _counted(self, ids: list[int], text: str, logprobs: Sequence[float] = ()) -> Iterator[TokenEvent]:
         """One event per id; the text of several goes with the last."""
         for place, token in enumerate(ids, start=1):
             self.tokens += 1
-            yield TokenEvent(int(token), text if place == len(ids) else "")
+            known = logprobs[place - 1] if len(logprobs) == len(ids) else None
+            yield TokenEvent(int(token), text if place == len(ids) else "", known)
 
 
 def _token_ids(choice: Mapping[str, Any]) -> list[int] | None:
@@ -94,6 +95,11 @@ def _token_ids(choice: Mapping[str, Any]) -> list[int] | None:
     if tokens and all(str(token).startswith(_PREFIX) for token in tokens):
         return [int(token.removeprefix(_PREFIX)) for token in tokens]
     return None
+
+
+def _logprobs(choice: Mapping[str, Any]) -> list[float]:
+    """Log-probabilities of a choice's tokens; none when it reports none."""
+    return (choice.get("logprobs") or {}).get("token_logprobs") or []
 
 
 def message(answer: Any) -> str:

@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,6 +30,7 @@ from kvdata.edits.rope import Rope
 from kvdata.engines.hf_cache import cache_layout, from_dynamic_cache, to_dynamic_cache
 
 __all__ = [
+    "AttentionInputs",
     "HuggingFaceEngine",
     "SupportsStore",
     "attention_target",
@@ -45,6 +47,22 @@ class SupportsStore(Protocol):
     """What `HuggingFaceEngine.store_prefix` needs of a context: `KVCacheContext.store`."""
 
     def store(self, kv: Tensor, tokens: Sequence[int], cache_salt: str) -> bool: ...
+
+
+@dataclass(frozen=True)
+class AttentionInputs:
+    """Queries, keys and values of N tokens that follow T cached ones, all float32.
+
+    Attributes:
+        queries: ``[L, Hq, N, head_dim]``, rotated for positions ``T .. T+N-1``.
+        keys, values: ``[L, H, N, head_dim]``, keys rotated for the same positions.
+        scale: of the products of queries and keys; None: ``head_dim ** -0.5``.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    scale: float | None
 
 
 class HuggingFaceEngine:
@@ -170,7 +188,7 @@ class HuggingFaceEngine:
         ids = torch.as_tensor(tokens)
         batched = ids.dim() == 2
         layers: list[Tensor] = []
-        with _observe_queries(self.model, lambda queries: layers.append(queries.float().cpu())):
+        with _observe_inputs(self.model, lambda queries, *_: layers.append(queries.float().cpu())):
             if kv is None:
                 self._forward(self._ids(ids.view(-1, ids.shape[-1])), DynamicCache(), logits_to_keep=1)
             else:
@@ -179,6 +197,22 @@ class HuggingFaceEngine:
         rotated = torch.stack(layers)  # [L, B, Hq, N, head_dim]
         plain = rope.rerotate(rotated, torch.arange(start, start + rotated.shape[3]), 0).transpose(0, 1)
         return plain if batched else plain[0]
+
+    @torch.inference_mode()
+    def attention_inputs(self, kv: Tensor, continuation: Tokens) -> AttentionInputs:
+        """What the continuation ``[N]`` brings to each layer's attention after a cache ``[2, L, T, D]``."""
+        layers: list[tuple[Tensor, Tensor, Tensor]] = []
+        scales: list[float | None] = []
+        length = kv.shape[2]
+
+        def keep(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> None:
+            layers.append((query[0], key[0, :, length:], value[0, :, length:]))
+            scales.append(scale)
+
+        with _observe_inputs(self.model, keep):
+            self._continue(kv, torch.as_tensor(continuation), None)
+        queries, keys, values = (torch.stack(part).float().cpu() for part in zip(*layers, strict=True))
+        return AttentionInputs(queries, keys, values, scales[0])
 
     def _continue(self, kv: Tensor, continuation: Tokens, start_position: int | None) -> Tensor:
         batched = kv.dim() == 5
@@ -219,12 +253,13 @@ def _cache_argument(model: Any) -> str:
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
-_QUERY_OBSERVER: ContextVar[Callable[[Tensor], None]] = ContextVar("query_observer")
+_Observer = Callable[[Tensor, Tensor, Tensor, float | None], None]
+_OBSERVER: ContextVar[_Observer] = ContextVar("attention_inputs_observer")
 
 
-def _observed_sdpa(module: nn.Module, query: Tensor, *args: Any, **kwargs: Any) -> Any:
-    _QUERY_OBSERVER.get()(query)
-    return sdpa_attention_forward(module, query, *args, **kwargs)
+def _observed_sdpa(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+    _OBSERVER.get()(query, key, value, kwargs.get("scaling"))
+    return sdpa_attention_forward(module, query, key, value, *args, **kwargs)
 
 
 AttentionInterface.register("kvdata_observed_sdpa", _observed_sdpa)
@@ -232,16 +267,16 @@ AttentionMaskInterface.register("kvdata_observed_sdpa", sdpa_mask)
 
 
 @contextmanager
-def _observe_queries(model: Any, keep: Callable[[Tensor], None]) -> Iterator[None]:
-    """Hand each layer's rotated queries ``[B, Hq, N, head_dim]`` to `keep`, in order."""
+def _observe_inputs(model: Any, keep: _Observer) -> Iterator[None]:
+    """Hand each layer's rotated queries ``[B, Hq, N, head_dim]``, all keys and values, and the scale to `keep`."""
     before = model.config._attn_implementation
-    token = _QUERY_OBSERVER.set(keep)
+    token = _OBSERVER.set(keep)
     try:
         model.set_attn_implementation("kvdata_observed_sdpa")
         yield
     finally:
         model.set_attn_implementation(before)
-        _QUERY_OBSERVER.reset(token)
+        _OBSERVER.reset(token)
 
 
 @contextmanager

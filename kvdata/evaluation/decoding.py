@@ -6,7 +6,7 @@ Axes: ``2`` K/V, ``L`` layers, ``T`` tokens, ``D = num_kv_heads * head_dim``, ``
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -15,12 +15,12 @@ from torch import Tensor
 
 from kvdata.client.context import KVCacheContext
 from kvdata.client.counters import counters
+from kvdata.datasets.ingest import Progress
 from kvdata.errors import InvalidRequest, MissingKV
 from kvdata.sdk.batch import LMCacheBatchedStream
 from kvdata.sdk.metrics import Metrics
 from kvdata.sdk.stream import DerivedEdit, EditFunction, LMCacheStream, PostCompletion, create_request
 
-Progress = Callable[[Iterable[Any], int], Iterator[Any]]
 Address = tuple[list[int], str]  # prompt token ids and salt of a request
 
 _POLL_SECONDS = 0.05
@@ -150,6 +150,16 @@ def decoding_report(arms: Sequence[Arm], logprob: Mapping[str, float] | None = N
     return report
 
 
+def chunks_read_since(ctx: KVCacheContext, before: int, expected: int) -> int:
+    """Growth of the server's read counter, which follows the engine's answer by a moment: waits until `expected`."""
+    deadline = time.monotonic() + _COUNTED_SECONDS
+    while True:
+        found = counters(ctx.connection.http_url)["retrieved_chunks"] - before
+        if found >= expected or time.monotonic() > deadline:
+            return found
+        time.sleep(_POLL_SECONDS)
+
+
 def _prepare(
     ctx: KVCacheContext,
     engine: PostCompletion,
@@ -175,7 +185,7 @@ def _decode(ctx: KVCacheContext, engine: PostCompletion, arm: Arm, sampling_para
     batch = _batch(ctx, engine, arm.requests)
     before = counters(ctx.connection.http_url)["retrieved_chunks"]
     arm.decodes.append(_whole(batch.decode(sampling_params)))
-    arm.read_chunks.append(_counted(ctx, before, arm.expected_chunks))
+    arm.read_chunks.append(chunks_read_since(ctx, before, arm.expected_chunks))
     if not arm.continuations:
         arm.continuations = [stream.output_tokens for stream in batch.streams]
         arm.texts = [stream.output_text for stream in batch.streams]
@@ -201,16 +211,6 @@ def _settle(ctx: KVCacheContext, tokens: Sequence[int], salt: str, seconds: floa
             f"{found} of {wanted} tokens reached the server within {seconds:g} s; is the engine connected to it, "
             "and is its memory large enough for all prompts?"
         )
-
-
-def _counted(ctx: KVCacheContext, before: int, expected: int) -> int:
-    """Growth of the server's read counter, which follows the engine's answer by a moment."""
-    deadline = time.monotonic() + _COUNTED_SECONDS
-    while True:
-        found = counters(ctx.connection.http_url)["retrieved_chunks"] - before
-        if found >= expected or time.monotonic() > deadline:
-            return found
-        time.sleep(_POLL_SECONDS)
 
 
 def _whole(metrics: Metrics) -> Metrics:

@@ -34,10 +34,11 @@ class LMCacheSDKCacheKind(str, Enum):
 
 @dataclass(frozen=True)
 class TokenEvent:
-    """One generated token, with the text it added (or "")."""
+    """One generated token, with the text it added (or ""), and its log-probability if that was asked for."""
 
     token_id: int
     text: str = ""
+    logprob: float | None = None
 
 
 class PostCompletion(Protocol):

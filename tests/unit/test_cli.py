@@ -37,7 +37,7 @@ def prefix_file(connection, tmp_path) -> Path:
 def test_help_lists_every_command_and_each_explains_itself():
     top = kvdata("--help")
     assert top.returncode == 0
-    for command in ("serve", "status", "doctor", "ingest", "coverage", "verify", "delete", "snapshot"):
+    for command in ("serve", "status", "doctor", "ingest", "coverage", "verify", "delete", "snapshot", "evaluate"):
         assert command in top.stdout
         shown = kvdata(command, "--help")
         assert shown.returncode == 0

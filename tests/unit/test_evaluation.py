@@ -1,19 +1,24 @@
-"""Metrics against their definitions, and a report a person and a program can read."""
+"""Metrics against their definitions, and caches that a server holds already."""
 
 from __future__ import annotations
 
-import io
-import json
 import math
 
 import pytest
 import torch
-from rich.console import Console
 
 from kvdata import KVCacheDataset
 from kvdata.edits.policies import Sees
-from kvdata.evaluation import PolicyCaches, Result, evaluate_caches, print_table, save_json, save_plot
-from kvdata.evaluation.metrics import kl_divergence, mean_interval, next_token_nll, top1_agreement
+from kvdata.evaluation import PolicyCaches, evaluate_caches, summarise
+from kvdata.evaluation.metrics import (
+    kl_divergence,
+    mean_interval,
+    next_token_nll,
+    ratio_interval,
+    scored,
+    share_interval,
+    top1_agreement,
+)
 from tests.unit.conftest import fresh_tokens, random_kv
 
 
@@ -40,6 +45,31 @@ def test_interval_covers_the_mean_and_shrinks():
     assert mean_interval([0.0, 1.0] * 4) == few
 
 
+def test_a_cue_is_given_and_not_scored():
+    logits, ids = torch.randn(1, 6, 4), torch.tensor([[0, 1, 2, 3, 0, 1]])
+    given, rest = scored(logits, ids, 3)
+    each = torch.nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:], reduction="none")
+    assert next_token_nll(given, rest).item() == pytest.approx(float(each[2:].mean()), rel=1e-5)
+    assert torch.equal(scored(logits, ids, 1)[0], logits)
+
+
+def test_a_ratio_is_paired_by_window():
+    own, other = [0.1, 0.4, 0.2, 0.3], [0.2, 0.8, 0.4, 0.6]
+    assert ratio_interval(own, other) == pytest.approx((0.5, 0.5))  # in every resample, though both vary
+    low, high = ratio_interval(own, list(reversed(other)))
+    assert low < 0.5 < high
+    assert ratio_interval([1.0, 1.0], [2.0, 2.0]) == (0.5, 0.5)
+
+
+def test_a_share_has_an_interval_at_the_ends_too():
+    low, high = share_interval(20, 20)
+    assert 0.8 < low < 1 == high
+    # Wilson: (p + z^2/2n -+ z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n), p = 0.5, z = 1.645
+    z, n = 1.6449, 40
+    half = z * math.sqrt(0.25 / n + z * z / (4 * n * n)) / (1 + z * z / n)
+    assert share_interval(20, n) == pytest.approx((0.5 - half, 0.5 + half), abs=1e-4)
+
+
 class Echo:
     """An engine whose logits depend on the cache's mean only, so that results can be computed by hand."""
 
@@ -61,7 +91,7 @@ def test_caches_are_read_back_and_compared_window_by_window(connection):
         [{"tokens": s[:32], "continuation": continuation} for s in sources], connection=connection, cache_salt="dropped"
     )
     caches = [PolicyCaches("full", 1.0, full), PolicyCaches("half", 0.5, half, trained=True)]
-    reference, dropped = evaluate_caches(Echo(), caches, batch_size=2)
+    reference, dropped = summarise(evaluate_caches(Echo(), caches, batch_size=2))
 
     def nll(x: float) -> float:
         return math.log(math.exp(x) + 3) - x
@@ -76,46 +106,7 @@ def test_caches_are_read_back_and_compared_window_by_window(connection):
     other = KVCacheDataset([{"tokens": s, "continuation": [1, 2, 3]} for s in sources], connection=connection)
     with pytest.raises(ValueError, match="same windows"):
         evaluate_caches(Echo(), [caches[0], PolicyCaches("other", 1.0, other)])
+    with pytest.raises(ValueError, match="must be the full ones"):
+        evaluate_caches(Echo(), caches[1:])
     for data in (full, half, other):
         data.close()
-
-
-def rows() -> list[Result]:
-    def row(policy, keep, delta, **kind):
-        kind = {"trained": False, "sees": Sees.CACHE, **kind}
-        return Result(policy, keep, 2 + delta, delta, (delta - 0.01, delta + 0.01), 0.1, 0.9, 128, 10**6, **kind)
-
-    return [
-        row("full", 1.0, 0.0),
-        row("keydiff", 0.5, 0.10),
-        row("keydiff", 0.25, 0.3),
-        row("learned", 0.5, 0.05, trained=True),
-        row("learned", 0.25, 0.15, trained=True),
-        row("oracle", 0.5, -0.01, sees=Sees.FUTURE),
-        row("oracle", 0.25, 0.02, sees=Sees.FUTURE),
-    ]
-
-
-def test_the_table_puts_the_learned_policy_against_its_best_rival():
-    console = Console(width=80, record=True, file=io.StringIO())
-    print_table(rows(), console, "title")
-    text = console.export_text()
-    assert max(map(len, text.splitlines())) <= 80
-    assert "…" not in text
-    half, quarter = text.split("keep 0.25")
-    learned = next(line for line in quarter.splitlines() if "learned" in line)
-    assert learned.split()[:3] == ["learned", "2.150", "+0.150"]
-    assert learned.split()[-1] == "0.50"  # 0.15 / 0.30
-    assert "0.50" in next(line for line in half.split("keep 0.5")[1].splitlines() if "learned" in line)
-
-
-def test_json_and_plot_are_written(tmp_path):
-    save_json({"results": rows(), "model": "m"}, tmp_path / "new" / "report.json")
-    found = json.loads((tmp_path / "new" / "report.json").read_text())
-    assert found["results"][1]["ci90"] == [pytest.approx(0.09), pytest.approx(0.11)]
-    assert set(found["results"][0]) == {
-        *("policy", "keep", "nll", "delta_nll", "ci90", "kl", "top1", "kept_tokens", "stored_bytes", "trained"),
-        "sees",
-    }
-    save_plot(rows(), tmp_path / "report.png", "title")
-    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")

@@ -40,7 +40,7 @@ def test_every_error_is_a_kvcachesdkerror_made_of_one_string(error):
 
 def test_importing_kvdata_imports_no_extra():
     """And never LMCache itself, which is only ever at the other end of the wire."""
-    extras = "lightning transformers matplotlib typer uvicorn starlette scipy safetensors lmcache"
+    extras = "lightning transformers matplotlib typer uvicorn starlette scipy safetensors jinja2 plotly lmcache"
     code = f"import sys, kvdata; print([m for m in '{extras}'.split() if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"

@@ -1,0 +1,109 @@
+"""What is compared: anything that makes a smaller cache out of a cache.
+
+Axes: ``2`` K/V, ``L`` layers, ``T`` tokens, ``K`` kept tokens, ``D = num_kv_heads * head_dim``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from kvdata.edits.functions import SINKS, WINDOW, scorer_policy
+from kvdata.edits.policies import POLICIES, Policy, Sees, Source, apply_policy
+from kvdata.edits.rope import Rope
+from kvdata.errors import InvalidRequest
+from kvdata.evaluation.runs import FULL
+
+
+class Method(Protocol):
+    """Compresses caches; declares what it looks at, and whether it was trained."""
+
+    @property
+    def name(self) -> str:
+        """Short, usable in a cache salt."""
+
+    @property
+    def revision(self) -> str:
+        """Of its weights or code: part of the address."""
+
+    @property
+    def sees(self) -> Sees: ...
+
+    @property
+    def trained(self) -> bool: ...
+
+    def compress(self, kv: Tensor, keep: int, source: Source) -> Tensor:
+        """``[2, L, T, D]`` -> ``[2, L, K, D]``, keys at positions ``0 .. K-1``, K whole chunks (`keep`, if it drops).
+
+        Args:
+            source: the tokens, and what `sees` asks for.
+        """
+
+
+@dataclass(frozen=True)
+class Dropping:
+    """A token dropping policy as a method; sinks and window are the same for all, and part of the budget."""
+
+    policy: Policy
+    rope: Rope
+    num_kv_heads: int
+    revision: str = "r1"
+    sinks: int = SINKS
+    window: int = WINDOW
+
+    @property
+    def name(self) -> str:
+        return self.policy.name
+
+    @property
+    def sees(self) -> Sees:
+        return self.policy.sees
+
+    @property
+    def trained(self) -> bool:
+        return self.policy.trained
+
+    def compress(self, kv: Tensor, keep: int, source: Source) -> Tensor:
+        smaller, _ = apply_policy(
+            self.policy, kv, keep, self.rope, self.num_kv_heads, source, sinks=self.sinks, window=self.window
+        )
+        return smaller
+
+
+def dropping_methods(
+    config: Mapping[str, Any], num_kv_heads: int, names: Iterable[str] | None = None, scorers: Iterable[Path] = ()
+) -> list[Method]:
+    """Policies by name (default: all of them), and trained scorers by file, each under its file's name.
+
+    Raises:
+        InvalidRequest: an unknown name, a name that is there twice, or a file that is no scorer.
+        GeometryMismatch: a scorer of another model.
+        UnsupportedLayout: keys of this model cannot be moved.
+    """
+    rope = Rope.from_config(config)
+    chosen = list(POLICIES if names is None else names)
+    if unknown := [name for name in chosen if name not in POLICIES]:
+        raise InvalidRequest(f"unknown policies: {', '.join(unknown)}; known are {', '.join(POLICIES)}")
+    methods: list[Method] = [Dropping(POLICIES[name](rope), rope, num_kv_heads) for name in chosen]
+    for file in scorers:
+        policy, revision = scorer_policy(file, config, name=file.stem)
+        methods.append(Dropping(policy, rope, num_kv_heads, revision))
+    all_names = [FULL, *(method.name for method in methods)]
+    if twice := sorted({name for name in all_names if all_names.count(name) > 1}):
+        raise InvalidRequest(f"two methods are named {', '.join(twice)}; rename a file, or ask for it once")
+    return methods
+
+
+def kept_tokens(tokens: int, keep: float, chunk_size: int) -> int:
+    """The budget in whole chunks, at least one, of a share of `tokens`: sinks and window are part of it.
+
+    Raises:
+        InvalidRequest: `keep` is not a share above 0 and below 1.
+    """
+    if not 0 < keep < 1:
+        raise InvalidRequest(f"keep must be a share above 0 and below 1, got {keep}")
+    return chunk_size * max(1, int(tokens // chunk_size * keep + 1e-9))

@@ -1,0 +1,56 @@
+"""A tiny random Llama with a tokenizer of single characters, as an engine and as a folder."""
+
+from __future__ import annotations
+
+import string
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from kvdata.engines.huggingface import HuggingFaceEngine
+
+CHARACTERS = sorted(set(string.printable) - set("\t\r\x0b\x0c"))  # 96 of them
+
+
+def tiny_model() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(CHARACTERS) + 1,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        initializer_range=0.2,  # attention that prefers some tokens to others
+    )
+    return LlamaForCausalLM(config)
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    vocabulary = {character: number for number, character in enumerate(CHARACTERS)} | {"?unknown": len(CHARACTERS)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?unknown"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?unknown")
+
+
+def tiny_engine() -> HuggingFaceEngine:
+    return HuggingFaceEngine(tiny_model(), tiny_tokenizer(), model_name="unit/model")
+
+
+def tiny_folder(folder: Path) -> Path:
+    tiny_model().save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def windows(count: int, tokens: int, following: int, seed: int) -> list[dict]:
+    """Prefix records of random ids, of two documents in turn."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(96, (count, tokens + following), generator=generator).tolist()
+    return [
+        {"tokens": row[:tokens], "continuation": row[tokens:], "meta": {"name": f"document <{i % 2}>"}}
+        for i, row in enumerate(ids)
+    ]
