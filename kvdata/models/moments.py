@@ -12,7 +12,11 @@ from torch import Tensor
 from kvdata.edits.rope import Rope
 from kvdata.edits.selection import split_heads
 
-OFFSETS = 16  # distances between query and key that are sampled for each cache
+OFFSETS = 4  # distances between query and key that are sampled for each cache
+
+# First-order theory says 1. Measured on SmolLM2-135M at an eighth of the bytes, NLL increase: weight 1.33 gives 0.158,
+# 0.33 gives 0.080 (12 windows); 0.33 gives 0.069, 0.17 gives 0.073 (8 windows).
+KEY_WEIGHT = 1 / 3
 
 
 class Moments:
@@ -75,11 +79,11 @@ class Moments:
 
         To first order, ``softmax(s)`` averages value errors, and moves the output by ``a_t ds_t (v_t - o)`` for an
         error ``ds_t`` of a logit. With v - o about as large as the values vary, an error of a key counts by the
-        variance of the logit that queries make of it, times the values' variance; an error of a value counts as is.
-        Cross terms between heads are left out, as they are in the output before its projection.
+        variance of the logit that queries make of it, times the values' variance (and `KEY_WEIGHT`); an error of a
+        value counts as is. Cross terms between heads are left out: they are apart until the output's projection.
         """
         values = split_heads(self.covariance()[1].diagonal(dim1=-2, dim2=-1), self.num_kv_heads).sum(-1)  # [L, H]
-        logits = self.queries / self.asked / self.rope.head_dim * values[..., None, None]
+        logits = self.queries / self.asked / self.rope.head_dim * KEY_WEIGHT * values[..., None, None]
         keys = torch.stack([torch.block_diag(*heads) for heads in logits])  # type: ignore[no-untyped-call]
         plain = torch.eye(keys.shape[-1]).expand_as(keys)
         metric = torch.stack((keys.float(), plain))

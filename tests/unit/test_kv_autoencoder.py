@@ -10,8 +10,8 @@ import torch
 from kvdata.edits.rope import Rope
 from kvdata.edits.selection import split_heads
 from kvdata.errors import GeometryMismatch, InvalidRequest
-from kvdata.models.kv_autoencoder import KVAutoencoder
 from kvdata.models.attention_output import attention_output, attention_output_error
+from kvdata.models.kv_autoencoder import KVAutoencoder
 from kvdata.models.low_rank import latent_bytes, water_fill, whitened_basis
 from kvdata.models.moments import Moments
 
