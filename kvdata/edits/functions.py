@@ -1,4 +1,4 @@
-"""Edits ready for ``batch.modify``: drop tokens of a cache, move the kept keys, derive the new address.
+"""Edits ready for ``batch.modify``: drop tokens of a cache or code all of them, and derive the new address.
 
     batch.modify(keydiff(config, keep=0.5))  # config: the model's config.json as a dict
     batch.modify(snapkv(config, engine.queries, keep=0.5))  # engine: a HuggingFaceEngine of the same model
@@ -6,9 +6,9 @@
 Axes: ``2`` K/V, ``L`` layers, ``H`` KV heads, ``Hq`` query heads, ``T`` tokens, ``K`` kept tokens,
 ``D = H * head_dim``.
 
-What is kept is a whole number of chunks, at least one. It is stored under a salt of its own, derived from the whole
-source, policy and revision (see `kvdata.edits.address`), so that it never mixes with the full cache or with another
-source that begins alike.
+What is kept is a whole number of chunks, at least one; the autoencoder keeps every token. It is stored under a salt of
+its own, derived from the whole source, policy and revision (see `kvdata.edits.address`), so that it never mixes with
+the full cache or with another source that begins alike.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 import torch
 from blake3 import blake3
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvdata.edits import policies
 from kvdata.edits.address import compressed_salt
@@ -28,6 +28,7 @@ from kvdata.edits.policies import Policy, Sees, Source, apply_policy
 from kvdata.edits.rope import Rope
 from kvdata.edits.selection import compact
 from kvdata.errors import GeometryMismatch, InvalidRequest
+from kvdata.models.kv_autoencoder import KVAutoencoder
 from kvdata.models.token_scorer import TokenScorer
 
 SINKS, WINDOW = 4, 32
@@ -152,6 +153,20 @@ class PolicyMethod:
         return edited, tokens[:kept]
 
 
+@dataclass(frozen=True)
+class Reconstruction:
+    """Keeps every token, as an autoencoder gives it back."""
+
+    autoencoder: KVAutoencoder
+    name: str = "autoencoder"
+
+    @torch.no_grad()
+    def compress(
+        self, kv: Tensor, tokens: list[int], kept: int, chunk_size: int, rope: Rope, num_kv_heads: int
+    ) -> tuple[Tensor, list[int]]:
+        return self.autoencoder(kv.unsqueeze(0))[0], tokens
+
+
 def drop_middle_chunks(config: Mapping[str, Any], keep: float = 0.5, revision: str = "r1") -> Edit:
     """Drop whole chunks out of the middle."""
     return Edit(MiddleChunks(), Rope.from_config(config), _kv_heads(config), keep, revision)
@@ -256,19 +271,35 @@ def learned(
 
 def scorer_policy(path: str | Path, config: Mapping[str, Any], name: str = "learned") -> tuple[policies.Learned, str]:
     """The policy of a file of `TokenScorer.save`, and `weights_revision` of it; arguments and errors as `learned`."""
-    scorer, rope = TokenScorer.load(path), Rope.from_config(config)
-    same = scorer.inv_freq.shape == rope.inv_freq.shape and torch.allclose(scorer.inv_freq, rope.inv_freq)
-    if not same or (scorer.num_kv_heads, scorer.head_dim) != (_kv_heads(config), rope.head_dim):
-        raise GeometryMismatch(f"{path} was trained for a model with other heads or RoPE than this config's")
+    scorer = TokenScorer.load(path)
+    _check_model(scorer, config, path)
     return policies.Learned(scorer, name), weights_revision(scorer)
 
 
-def weights_revision(scorer: TokenScorer) -> str:
-    """8 hex digits of blake3 over a scorer's weights."""
+def autoencoder(path: str | Path, config: Mapping[str, Any], revision: str | None = None) -> Edit:
+    """What a trained `KVAutoencoder` keeps of every token; the cache stays as long as it was.
+
+    Args:
+        path: a file of `KVAutoencoder.save`.
+        config: of the model whose caches it was trained on.
+        revision: default is a hash of the weights, so that newly trained ones get addresses of their own.
+
+    Raises:
+        GeometryMismatch: the autoencoder is that of another model.
+        InvalidRequest: the file is no autoencoder.
+    """
+    model = KVAutoencoder.load(path)
+    _check_model(model, config, path)
+    method = Reconstruction(model)
+    return Edit(method, Rope.from_config(config), _kv_heads(config), 1.0, revision or weights_revision(model))
+
+
+def weights_revision(model: nn.Module) -> str:
+    """8 hex digits of blake3 over a model's weights."""
     digest = blake3()
-    for name, tensor in sorted(scorer.state_dict().items()):
+    for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name}{tuple(tensor.shape)}".encode())
-        digest.update(tensor.float().contiguous().numpy().tobytes())
+        digest.update(tensor.float().cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()[:8]
 
 
@@ -278,6 +309,13 @@ def _options(policy: Policy) -> list[str]:
         return []
     values = [(f, getattr(policy, f.name)) for f in fields(policy) if f.name != "name"]
     return [f"{f.name}{value}" for f, value in values if isinstance(value, (int, float, str)) and value != f.default]
+
+
+def _check_model(model: TokenScorer | KVAutoencoder, config: Mapping[str, Any], path: str | Path) -> None:
+    rope = Rope.from_config(config)
+    same = model.inv_freq.shape == rope.inv_freq.shape and torch.allclose(model.inv_freq, rope.inv_freq)
+    if not same or (model.num_kv_heads, model.head_dim) != (_kv_heads(config), rope.head_dim):
+        raise GeometryMismatch(f"{path} was trained for a model with other heads or RoPE than this config's")
 
 
 def _kv_heads(config: Mapping[str, Any]) -> int:

@@ -12,11 +12,14 @@ import torch
 
 from kvdata import Connection
 from kvdata.edits import functions, policies
-from kvdata.edits.address import source_digest
-from kvdata.edits.functions import Edit
+from kvdata.edits.address import compressed_salt, source_digest
+from kvdata.edits.functions import Edit, weights_revision
 from kvdata.edits.policies import Source, apply_policy
 from kvdata.edits.rope import Rope
 from kvdata.errors import GeometryMismatch, InvalidRequest, UnsupportedLayout
+from kvdata.models.kv_autoencoder import KVAutoencoder
+from kvdata.models.low_rank import whitened_basis
+from kvdata.models.moments import Moments
 from kvdata.models.token_scorer import TokenScorer
 from kvdata.sdk.batch import LMCacheBatchedStream
 from kvdata.sdk.stream import DerivedEdit, TokenEvent, create_request
@@ -43,6 +46,7 @@ KINDS = (
     "value_norm",
     *ASKING,
     "learned",
+    "autoencoder",
 )
 
 
@@ -60,6 +64,22 @@ def saved_scorer(path: Path, seed: int = 0, config: dict[str, Any] = CONFIG) -> 
     return path
 
 
+def saved_autoencoder(path: Path, config: dict[str, Any] = CONFIG) -> Path:
+    torch.manual_seed(0)
+    model = KVAutoencoder(LAYOUT.num_layers, LAYOUT.num_kv_heads, LAYOUT.head_dim, Rope.from_config(config))
+    moments = Moments(LAYOUT.num_layers, LAYOUT.num_kv_heads, LAYOUT.head_dim, Rope.from_config(config))
+    moments.update(model.coded(random_kv(200)[None]), torch.randn(1, LAYOUT.num_layers, 4, 8, LAYOUT.head_dim))
+    basis = whitened_basis(moments.covariance(), moments.metric())
+    model.initialise(basis, moments.mean(), torch.full((2, LAYOUT.num_layers, LAYOUT.hidden), 4))
+    model.save(path)
+    return path
+
+
+def kept(kind: str, chunks: int) -> int:
+    """Tokens that an edit with default arguments keeps: half of the chunks, rounded down, or all."""
+    return CHUNK * (chunks if kind == "autoencoder" else chunks // 2)
+
+
 @pytest.fixture
 def make(tmp_path):
     """Any of `KINDS` by name."""
@@ -70,6 +90,8 @@ def make(tmp_path):
             return function(saved_scorer(tmp_path / "scorer.pt"), CONFIG, **options)
         if kind in ASKING:
             return function(CONFIG, queries_of, **options)
+        if kind == "autoencoder":
+            return function(saved_autoencoder(tmp_path / "autoencoder.pt"), CONFIG, **options)
         return function(CONFIG, **options)
 
     return make_edit
@@ -82,11 +104,12 @@ def test_every_edit_keeps_whole_chunks_under_a_salt_of_its_own(make, kind):
     before = kv.clone()
     edited, ids, salt = edit.derive(kv, tokens, CHUNK, "team")
     assert torch.equal(kv, before)
-    assert edited.shape == (2, LAYOUT.num_layers, 2 * CHUNK, LAYOUT.hidden)  # half of 5 chunks, rounded down
+    assert edited.shape == (2, LAYOUT.num_layers, kept(kind, 5), LAYOUT.hidden)
+    assert not torch.equal(edited, kv)
     assert edited.dtype == kv.dtype
-    assert len(ids) == 2 * CHUNK
+    assert len(ids) == kept(kind, 5)
     name, revision, digest = salt.removeprefix("team~").rsplit("-", 2)
-    assert name == f"{edit.method.name}.{2 * CHUNK}"
+    assert name == f"{edit.method.name}.{kept(kind, 5)}"
     assert revision == edit.revision
     assert digest == source_digest(tokens)
     assert torch.equal(edit.derive(kv, tokens, CHUNK, "team")[0], edited)
@@ -123,10 +146,10 @@ def test_policy_edits_are_apply_policy(make, kind, policy):
 def test_the_middle_goes_and_the_ids_go_with_it(make):
     tokens, kv = fresh_tokens(5 * CHUNK), random_kv(5 * CHUNK)
     edited, ids, salt = make("drop_middle_chunks", keep=0.6).derive(kv, tokens, CHUNK, "")
-    kept = [*range(2 * CHUNK), *range(4 * CHUNK, 5 * CHUNK)]
-    assert ids == [tokens[place] for place in kept]
+    places = [*range(2 * CHUNK), *range(4 * CHUNK, 5 * CHUNK)]
+    assert ids == [tokens[place] for place in places]
     assert salt.startswith("~middle-chunks.96-r1-")
-    assert torch.equal(edited[1], kv[1][:, kept])
+    assert torch.equal(edited[1], kv[1][:, places])
     assert torch.equal(edited[0, :, : 2 * CHUNK], kv[0, :, : 2 * CHUNK])  # these stay where they were
     assert not torch.equal(edited[0, :, 2 * CHUNK :], kv[0, :, 4 * CHUNK :])
     one, ids, _ = make("drop_middle_chunks", keep=0.01).derive(kv, tokens, CHUNK, "")
@@ -205,6 +228,28 @@ def test_a_checkpoints_revision_is_its_weights(tmp_path):
     assert torch.equal(first.derive(kv, tokens, CHUNK, "")[0], want)
 
 
+def test_an_autoencoder_keeps_every_token(tmp_path):
+    path, tokens, kv = saved_autoencoder(tmp_path / "a.pt"), fresh_tokens(4 * CHUNK), random_kv(4 * CHUNK)
+    edit = functions.autoencoder(path, CONFIG)
+    edited, ids, salt = edit.derive(kv, tokens, CHUNK, "")
+    model = KVAutoencoder.load(path)
+    assert torch.equal(edited, model(kv[None])[0])
+    assert ids == tokens
+    assert salt == compressed_salt(tokens, "autoencoder.128", weights_revision(model))
+    assert torch.equal(edit(kv, tokens)[0], edited)
+    assert functions.autoencoder(path, CONFIG, revision="mine").revision == "mine"
+
+
+def test_an_autoencoder_for_a_model_with_layers_without_rope(tmp_path):
+    config = {**CONFIG, "model_type": "smollm3", "no_rope_layers": [1, 0, 1]}
+    path, kv = saved_autoencoder(tmp_path / "a.pt", config), random_kv(64)
+    edited, _, _ = functions.autoencoder(path, config).derive(kv, fresh_tokens(64), 16, "")
+    error = (edited.float() - kv.float()).square().mean((0, 2, 3))
+    assert (error < 0.1 * kv.float().square().mean((0, 2, 3))).all()
+    with pytest.raises(GeometryMismatch):
+        functions.autoencoder(path, CONFIG)
+
+
 def test_a_checkpoint_for_a_model_with_layers_without_rope(tmp_path):
     config = {**CONFIG, "model_type": "smollm3", "no_rope_layers": [1, 0, 1]}
     path, tokens, kv = saved_scorer(tmp_path / "a.pt", config=config), fresh_tokens(64), random_kv(64)
@@ -220,6 +265,9 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path, change):
     path = saved_scorer(tmp_path / "scorer.pt")
     with pytest.raises(GeometryMismatch, match=r"other|another"):
         functions.learned(path, {**CONFIG, **change})
+    path = saved_autoencoder(tmp_path / "autoencoder.pt")
+    with pytest.raises(GeometryMismatch, match=r"other|another"):
+        functions.autoencoder(path, {**CONFIG, **change})
 
 
 def test_wrong_arguments(make):
@@ -263,7 +311,7 @@ def test_a_stream_decodes_from_the_edited_cache(make, connection: Connection, ki
         batch.add(create_request([ctx] if later_form else ctx, engine, prompt))
         batch.prefill()
         edit = make(kind)
-        assert batch.modify(edit).output_tokens == 2 * CHUNK
+        assert batch.modify(edit).output_tokens == kept(kind, 4)
         batch.decode({"max_tokens": 1})
         sent, salt = requests[-1]
         want, ids, address = edit.derive(kv, prompt[: 4 * CHUNK], CHUNK, "")
