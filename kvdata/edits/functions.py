@@ -1,8 +1,10 @@
 """Edits ready for ``batch.modify``: drop tokens of a cache, move the kept keys, derive the new address.
 
     batch.modify(keydiff(config, keep=0.5))  # config: the model's config.json as a dict
+    batch.modify(snapkv(config, engine.queries, keep=0.5))  # engine: a HuggingFaceEngine of the same model
 
-Axes: ``2`` K/V, ``L`` layers, ``H`` KV heads, ``T`` tokens, ``K`` kept tokens, ``D = H * head_dim``.
+Axes: ``2`` K/V, ``L`` layers, ``H`` KV heads, ``Hq`` query heads, ``T`` tokens, ``K`` kept tokens,
+``D = H * head_dim``.
 
 What is kept is a whole number of chunks, at least one. It is stored under a salt of its own, derived from the whole
 source, policy and revision (see `kvdata.edits.address`), so that it never mixes with the full cache or with another
@@ -11,8 +13,8 @@ source that begins alike.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,13 +24,16 @@ from torch import Tensor
 
 from kvdata.edits import policies
 from kvdata.edits.address import compressed_salt
-from kvdata.edits.policies import Policy, Source, apply_policy
+from kvdata.edits.policies import Policy, Sees, Source, apply_policy
 from kvdata.edits.rope import Rope
 from kvdata.edits.selection import compact
 from kvdata.errors import GeometryMismatch, InvalidRequest
 from kvdata.models.token_scorer import TokenScorer
 
 SINKS, WINDOW = 4, 32
+
+Queries = Callable[[list[int]], Tensor]
+"""A prefix's token ids -> its queries before RoPE, ``[L, Hq, T, head_dim]``: `HuggingFaceEngine.queries`."""
 
 
 class Method(Protocol):
@@ -119,12 +124,11 @@ class PolicyMethod:
     sinks: int = SINKS
     window: int = WINDOW
     per_head: bool = True
+    queries: Queries | None = None
 
     @property
     def name(self) -> str:
-        parts = [self.policy.name]
-        if seed := getattr(self.policy, "seed", 0):
-            parts.append(f"seed{seed}")
+        parts = [self.policy.name, *_options(self.policy)]
         if (self.sinks, self.window) != (SINKS, WINDOW):
             parts.append(f"s{self.sinks}w{self.window}")
         if not self.per_head:
@@ -140,7 +144,7 @@ class PolicyMethod:
             kept,
             rope,
             num_kv_heads,
-            Source(tokens=tokens),
+            Source(tokens=tokens, queries=self.queries(tokens) if self.queries else None),
             sinks=self.sinks,
             window=self.window,
             per_head=self.per_head,
@@ -161,14 +165,23 @@ def policy_edit(
     sinks: int = SINKS,
     window: int = WINDOW,
     per_head: bool = True,
+    queries: Queries | None = None,
 ) -> Edit:
     """Keep what any policy prefers, and always `sinks` first and `window` last tokens (see `select`).
 
+    Args:
+        queries: called with a prefix's token ids, for policies that see its queries. It computes the prefix once
+            more: an engine that only serves does not hand out queries.
+
     Raises:
         UnsupportedLayout: keys of this model cannot be moved (see `Rope.from_config`).
-        InvalidRequest: `keep` is not a share.
+        InvalidRequest: `keep` is not a share, or the policy sees what an edit does not have.
     """
-    method = PolicyMethod(policy, sinks, window, per_head)
+    if policy.sees is Sees.QUERIES and queries is None:
+        raise InvalidRequest(f"the {policy.name} policy sees the prefix's queries: give queries=engine.queries")
+    if policy.sees in (Sees.QUESTION, Sees.FUTURE):
+        raise InvalidRequest(f"the {policy.name} policy sees the {policy.sees.value}, which an edit does not have")
+    method = PolicyMethod(policy, sinks, window, per_head, queries)
     return Edit(method, Rope.from_config(config), _kv_heads(config), keep, revision)
 
 
@@ -190,6 +203,36 @@ def key_norm(config: Mapping[str, Any], keep: float = 0.5, **options: Any) -> Ed
 def keydiff(config: Mapping[str, Any], keep: float = 0.5, **options: Any) -> Edit:
     """Tokens whose keys differ most from the mean key (arXiv 2504.15364). Options: as `policy_edit`."""
     return policy_edit(policies.KeyDiff(), config, keep, **options)
+
+
+def value_norm(config: Mapping[str, Any], keep: float = 0.5, **options: Any) -> Edit:
+    """Tokens with large values (arXiv 2406.12335). Options: as `policy_edit`."""
+    return policy_edit(policies.ValueNorm(), config, keep, **options)
+
+
+def snapkv(config: Mapping[str, Any], queries: Queries, keep: float = 0.5, **options: Any) -> Edit:
+    """What the prefix's last queries attend to (arXiv 2404.14469). Options: as `policy_edit`."""
+    return policy_edit(policies.SnapKV(Rope.from_config(config)), config, keep, queries=queries, **options)
+
+
+def tova(config: Mapping[str, Any], queries: Queries, keep: float = 0.5, **options: Any) -> Edit:
+    """What the prefix's last query attends to (arXiv 2401.06104). Options: as `policy_edit`."""
+    return policy_edit(policies.TOVA(Rope.from_config(config)), config, keep, queries=queries, **options)
+
+
+def expected_attention(config: Mapping[str, Any], queries: Queries, keep: float = 0.5, **options: Any) -> Edit:
+    """The attention to expect from later queries (arXiv 2510.00636). Options: as `policy_edit`."""
+    return policy_edit(policies.ExpectedAttention(Rope.from_config(config)), config, keep, queries=queries, **options)
+
+
+def r_kv(config: Mapping[str, Any], queries: Queries, keep: float = 0.5, **options: Any) -> Edit:
+    """What the prefix's last queries attend to and other keys do not say (arXiv 2505.24133). Options: `policy_edit`."""
+    return policy_edit(policies.RKV(Rope.from_config(config)), config, keep, queries=queries, **options)
+
+
+def compaction(config: Mapping[str, Any], queries: Queries, keep: float = 0.5, **options: Any) -> Edit:
+    """Attention matching (arXiv 2602.16284): keep keys and refit their values. Options: as `policy_edit`."""
+    return policy_edit(policies.Compaction(Rope.from_config(config)), config, keep, queries=queries, **options)
 
 
 def learned(
@@ -222,6 +265,14 @@ def weights_revision(scorer: TokenScorer) -> str:
         digest.update(f"{name}{tuple(tensor.shape)}".encode())
         digest.update(tensor.float().contiguous().numpy().tobytes())
     return digest.hexdigest()[:8]
+
+
+def _options(policy: Policy) -> list[str]:
+    """A policy's options that are not the default, e.g. ``["seed7"]``: they tell its caches apart."""
+    if not is_dataclass(policy):
+        return []
+    values = [(f, getattr(policy, f.name)) for f in fields(policy) if f.name != "name"]
+    return [f"{f.name}{value}" for f, value in values if isinstance(value, (int, float, str)) and value != f.default]
 
 
 def _kv_heads(config: Mapping[str, Any]) -> int:

@@ -33,7 +33,23 @@ CONFIG: dict[str, Any] = {
 }
 ROPE = Rope.from_config(CONFIG)
 CHUNK = 32
-KINDS = ("drop_middle_chunks", "random", "sinks_and_recency", "key_norm", "keydiff", "learned")
+ASKING = ("snapkv", "tova", "expected_attention", "r_kv", "compaction")
+KINDS = (
+    "drop_middle_chunks",
+    "random",
+    "sinks_and_recency",
+    "key_norm",
+    "keydiff",
+    "value_norm",
+    *ASKING,
+    "learned",
+)
+
+
+def queries_of(tokens: list[int]) -> torch.Tensor:
+    """Queries of 4 heads that depend on the tokens, as those of a model do."""
+    generator = torch.Generator().manual_seed(sum(tokens))
+    return torch.randn(LAYOUT.num_layers, 4, len(tokens), LAYOUT.head_dim, generator=generator)
 
 
 def saved_scorer(path: Path, seed: int = 0, config: dict[str, Any] = CONFIG) -> Path:
@@ -52,6 +68,8 @@ def make(tmp_path):
         function = getattr(functions, kind)
         if kind == "learned":
             return function(saved_scorer(tmp_path / "scorer.pt"), CONFIG, **options)
+        if kind in ASKING:
+            return function(CONFIG, queries_of, **options)
         return function(CONFIG, **options)
 
     return make_edit
@@ -83,13 +101,18 @@ def test_every_edit_keeps_whole_chunks_under_a_salt_of_its_own(make, kind):
         ("sinks_and_recency", policies.Recency()),
         ("key_norm", policies.KeyNorm()),
         ("keydiff", policies.KeyDiff()),
+        ("value_norm", policies.ValueNorm()),
+        ("snapkv", policies.SnapKV(ROPE)),
+        ("tova", policies.TOVA(ROPE)),
+        ("expected_attention", policies.ExpectedAttention(ROPE)),
+        ("r_kv", policies.RKV(ROPE)),
+        ("compaction", policies.Compaction(ROPE)),
     ],
 )
 def test_policy_edits_are_apply_policy(make, kind, policy):
     tokens, kv = fresh_tokens(4 * CHUNK), random_kv(4 * CHUNK)
-    want, kept = apply_policy(
-        policy, kv, 3 * CHUNK, ROPE, LAYOUT.num_kv_heads, Source(tokens=tokens), sinks=2, window=7
-    )
+    source = Source(tokens=tokens, queries=queries_of(tokens))
+    want, kept = apply_policy(policy, kv, 3 * CHUNK, ROPE, LAYOUT.num_kv_heads, source, sinks=2, window=7)
     edited, ids, _ = make(kind, keep=0.75, sinks=2, window=7).derive(kv, tokens, CHUNK, "")
     assert torch.equal(edited, want)
     assert ids == tokens[: 3 * CHUNK]
@@ -135,6 +158,8 @@ def test_whatever_changes_the_result_changes_the_address(make, tmp_path):
     edits = [
         *(make(kind) for kind in KINDS),
         make("random", seed=7),
+        functions.policy_edit(policies.SnapKV(ROPE, window=16), CONFIG, queries=queries_of),
+        functions.policy_edit(policies.ExpectedAttention(ROPE, epsilon=0.02), CONFIG, queries=queries_of),
         make("keydiff", keep=0.25, window=8),
         make("keydiff", keep=0.75),
         make("keydiff", sinks=1),
@@ -183,6 +208,11 @@ def test_wrong_arguments(make):
         make("keydiff", sinks=30).derive(random_kv(64), fresh_tokens(64), CHUNK, "")
     with pytest.raises(GeometryMismatch, match="agree in T"):
         make("keydiff").derive(random_kv(64), fresh_tokens(63), CHUNK, "")
+    with pytest.raises(InvalidRequest, match=r"queries=engine\.queries"):
+        functions.policy_edit(policies.TOVA(ROPE), CONFIG)
+    for policy in (policies.SnapKVQuestion(ROPE), policies.Oracle()):
+        with pytest.raises(InvalidRequest, match="does not have"):
+            functions.policy_edit(policy, CONFIG, queries=queries_of)
     with pytest.raises(UnsupportedLayout, match="dynamic"):
         functions.keydiff({**CONFIG, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}})
 
