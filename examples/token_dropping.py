@@ -25,6 +25,7 @@ POLICIES = {
     "recency": functions.sinks_and_recency,
     "key-norm": functions.key_norm,
     "keydiff": functions.keydiff,
+    "value-norm": functions.value_norm,
 }
 
 

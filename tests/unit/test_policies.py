@@ -22,7 +22,7 @@ from kvdata.edits.policies import (
     apply_policy,
 )
 from kvdata.edits.policies.compaction import refit
-from kvdata.edits.policies.queries import QueryPolicy
+from kvdata.edits.policies.queries import QueryPolicy, redundancy
 from kvdata.edits.rope import Rope
 from kvdata.edits.selection import compact, gather, select
 from kvdata.errors import GeometryMismatch, InvalidRequest
@@ -219,6 +219,28 @@ def test_r_kv_keeps_the_last_of_several_equal_keys(kv: torch.Tensor) -> None:
     scores = RKV(ROPE, importance=0.0, threshold=0.95).scores(kv, HEADS, SOURCE)
     assert (scores[..., 30] > scores[..., 20]).all()
     assert (scores[..., 30] > scores[..., 10]).all()
+
+
+def test_r_kv_is_a_slow_plain_computation(kv: torch.Tensor) -> None:
+    scores = RKV(ROPE, window=4, kernel=1).scores(kv, HEADS, SOURCE)
+    for head in range(HEADS):
+        keys = kv[0, 0, :, head * HEAD_DIM : (head + 1) * HEAD_DIM]
+        charged = torch.zeros(TOKENS)
+        for one in range(TOKENS):
+            similar = torch.cosine_similarity(keys, keys[one : one + 1])
+            similar[one] = 0
+            alike = (similar > 0.5).nonzero()
+            if len(alike):
+                similar[alike[-1]] = 0
+            charged += similar
+        attention = torch.zeros(TOKENS - 4)
+        for place in range(TOKENS - 4, TOKENS):
+            queries = ROPE.rerotate(QUERIES[0, 2 * head : 2 * head + 2, place], 0, place)
+            logits = torch.maximum(*(keys[: TOKENS - 4] @ query / HEAD_DIM**0.5 for query in queries))
+            attention += logits.softmax(0) / 4
+        expected = 0.1 * attention - 0.9 * (charged / TOKENS).softmax(0)[: TOKENS - 4]
+        torch.testing.assert_close(scores[0, head, : TOKENS - 4], expected)
+        torch.testing.assert_close(redundancy(keys[None], 0.5, rows=7)[0], (charged / TOKENS).softmax(0))
 
 
 def outputs(policy: Compaction, kv: torch.Tensor, start: int) -> torch.Tensor:

@@ -28,3 +28,4 @@ __all__ = [
 ]
 
 TRAINING_FREE: tuple[Policy, ...] = (Random(), Recency(), KeyNorm(), KeyDiff(), ValueNorm())
+"""Those that need neither training nor queries."""
