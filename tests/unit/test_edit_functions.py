@@ -134,9 +134,8 @@ def test_the_middle_goes_and_the_ids_go_with_it(make):
     assert ids == tokens[:CHUNK]
 
 
-@pytest.mark.parametrize("family", ["llama", "glm", "smollm3"])
-def test_moved_keys_are_those_of_the_model_at_the_new_places(family):
-    """Layer 0's keys depend on token and position alone: a prefill of the kept tokens has the very same."""
+def tiny_engine(family: str) -> Any:
+    """A `HuggingFaceEngine` of a small random model of a family."""
     transformers = pytest.importorskip("transformers")
     from kvdata.engines.huggingface import HuggingFaceEngine
 
@@ -146,11 +145,35 @@ def test_moved_keys_are_those_of_the_model_at_the_new_places(family):
     ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     config = transformers.AutoConfig.for_model(family, **sizes, **heads, **ends)
     model = transformers.AutoModelForCausalLM.from_config(config)
-    engine = HuggingFaceEngine(model, model_name="tiny", kv_dtype=torch.float32)
-    tokens = torch.randint(3, 512, (96,)).tolist()
+    return HuggingFaceEngine(model, model_name="tiny", kv_dtype=torch.float32)
+
+
+FAMILIES = ["llama", "glm", "smollm3"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_moved_keys_are_those_of_the_model_at_the_new_places(family):
+    """Layer 0's keys depend on token and position alone: a prefill of the kept tokens has the very same."""
+    engine, tokens = tiny_engine(family), torch.randint(3, 512, (96,)).tolist()
     edited, ids, _ = functions.drop_middle_chunks(engine.config).derive(engine.prefill(tokens), tokens, 16, "")
     assert ids == tokens[:32] + tokens[-16:]
     torch.testing.assert_close(edited[:, 0], engine.prefill(ids)[:, 0], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_snapkv_keeps_what_the_model_itself_attends_to(family):
+    engine, tokens = tiny_engine(family), torch.randint(3, 512, (96,)).tolist()
+    kv = engine.prefill(tokens)
+    attention = engine.attention(kv[:, :, :64], tokens[64:]).mean(-2)  # [L, Hq, 64] of the last 32 queries
+    wanted = attention.unflatten(1, (2, -1)).mean(2)
+    policy = policies.SnapKV(Rope.from_config(engine.config), window=32, kernel=1)
+    source = Source(queries=engine.queries(tokens))
+    torch.testing.assert_close(policy.scores(kv, 2, source)[..., :64], wanted, atol=1e-5, rtol=1e-3)
+    edit = functions.policy_edit(policy, engine.config, queries=engine.queries)
+    edited, _, salt = edit.derive(kv, tokens, 16, "")
+    want, _ = apply_policy(policy, kv, 48, edit.rope, 2, source)
+    assert torch.equal(edited, want)
+    assert salt.startswith("~snapkv.window32.kernel1.48-r1-")
 
 
 def test_whatever_changes_the_result_changes_the_address(make, tmp_path):
