@@ -11,6 +11,7 @@ arXiv 2506.06266), on such continuations and on what the model says about the do
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +25,8 @@ from kvdata.errors import InvalidRequest
 from kvdata.evaluation.metrics import next_token_nll
 from kvdata.lightning import CacheWrite
 from kvdata.models.cartridge import Cartridge
-from kvdata.models.losses import top_k_kl
+from kvdata.models.distillation import top_k_kl
+from kvdata.models.files import CHECKPOINT_KEY
 from training.continuations import OPENINGS, Texts, read_texts, write_texts
 from training.recipe import Recipe
 
@@ -59,12 +61,12 @@ class CartridgeDistillation(Recipe):
         slots: int = 128,
         sinks: int = 4,
         continuations: int = 40,
-        openings: int = 2,
+        openings: int = 1,
         held_out: int = 8,
         text_tokens: int = 128,
         texts_per_step: int = 4,
         top_k: int = 64,
-        references: int = 16,
+        references: int = 24,
         ridge: float = 0.01,
         train_keys: bool = True,
         learning_rate: float = 1e-2,
@@ -107,6 +109,9 @@ class CartridgeDistillation(Recipe):
         kv, tokens = self._document(batch)
         slots, revision = self.cartridge.slots_as(kv.dtype), weights_revision(self.cartridge)
         return [CacheWrite(slots, tokens, "cartridge", revision, prefix=batch.salts[0], meta=batch.meta[0])]
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint[CHECKPOINT_KEY] = self.cartridge.exported()
 
     def _divergence(self, texts: Texts) -> Tensor:
         """Mean KL of the cartridge's predictions from the full cache's, over all tokens of some texts."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvdata.engines.huggingface import HuggingFaceEngine
 from kvdata.engines.sampling import first_tokens, sample_continuations
-from kvdata.models.losses import top_k_of
+from kvdata.models.distillation import top_k_of
 
 OPENINGS = (
     "\n\nIn summary,",
@@ -41,7 +41,7 @@ class Texts:
 
     Attributes:
         ids: ``[M, N]``.
-        log_probs, indices: ``[M, N, k]``, of the token after each, as `kvdata.models.losses.top_k_of` gives them.
+        log_probs, indices: ``[M, N, k]``, of the token after each, as `kvdata.models.distillation.top_k_of` gives them.
     """
 
     ids: Tensor

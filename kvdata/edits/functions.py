@@ -264,7 +264,7 @@ def cartridge(path: str | Path, config: Mapping[str, Any], revision: str | None 
     """The learned slots of one document in place of its cache; another document's is refused with `OtherSource`.
 
     Args:
-        path: a file of `Cartridge.save`.
+        path: a file of `Cartridge.save`, or a checkpoint of the recipe.
         config: of the model whose cache it was trained against.
         revision: default is a hash of the weights.
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from kvdata.edits.address import source_digest
 from kvdata.edits.selection import split_heads
 from kvdata.errors import GeometryMismatch, InvalidRequest, OtherSource
+from kvdata.models.files import load_module, save_module
 
 FORMAT_VERSION = 1
 
@@ -105,7 +106,11 @@ class Cartridge(nn.Module):
         self.source, self.source_tokens = state["source"], state["source_tokens"]
 
     def save(self, path: str | Path) -> None:
-        """Write geometry, source digest and weights to one file that `load` reads."""
+        """Write geometry, source and weights to one file that `load` reads."""
+        save_module(path, self.exported())
+
+    def exported(self) -> dict[str, Any]:
+        """What a file holds: tensors and plain values only."""
         config = {
             "num_layers": self.num_layers,
             "num_kv_heads": self.num_kv_heads,
@@ -113,19 +118,16 @@ class Cartridge(nn.Module):
             "slots": self.slots,
             "sinks": self.sinks,
         }
-        torch.save({"version": FORMAT_VERSION, "kind": "cartridge", "config": config, "state": self.state_dict()}, path)
+        return {"kind": "cartridge", "version": FORMAT_VERSION, "config": config, "state": self.state_dict()}
 
     @classmethod
     def load(cls, path: str | Path) -> Cartridge:
-        """A cartridge from `save`, on the CPU; nothing but tensors and plain values is unpickled.
+        """A cartridge from `save` or from a recipe's checkpoint, on the CPU.
 
         Raises:
             InvalidRequest: the file is of another kind or version.
         """
-        data: Any = torch.load(path, map_location="cpu", weights_only=True)
-        known = isinstance(data, dict) and (data.get("kind"), data.get("version")) == ("cartridge", FORMAT_VERSION)
-        if not known:
-            raise InvalidRequest(f"{path} is not a cartridge of version {FORMAT_VERSION}; train and save it again")
+        data = load_module(path, "cartridge", FORMAT_VERSION)
         cartridge = cls(**data["config"])
         cartridge.load_state_dict(data["state"])
         return cartridge.eval()

@@ -7,7 +7,6 @@ import torch
 
 from kvdata.edits import functions
 from kvdata.edits.functions import weights_revision
-from kvdata.edits.rope import Rope
 from kvdata.errors import GeometryMismatch, InvalidRequest, OtherSource
 from kvdata.models.cartridge import Cartridge
 from kvdata.models.distillation import top_k_kl, top_k_of
@@ -84,10 +83,12 @@ def test_a_file_holds_the_slots_and_their_document(tmp_path):
 
 
 def test_files_of_another_kind_are_refused(tmp_path):
-    rope = Rope.from_config({"head_dim": LAYOUT.head_dim, "rope_theta": 1e4})
-    TokenScorer(LAYOUT.num_layers, LAYOUT.num_kv_heads, LAYOUT.head_dim, rope).save(tmp_path / "scorer.pt")
+    begun(fresh_tokens(DOCUMENT)).save(tmp_path / "a.pt")
+    with pytest.raises(InvalidRequest, match="not a token scorer"):
+        TokenScorer.load(tmp_path / "a.pt")
+    torch.save({"kind": "token scorer", "version": 1}, tmp_path / "b.pt")
     with pytest.raises(InvalidRequest, match="not a cartridge"):
-        Cartridge.load(tmp_path / "scorer.pt")
+        Cartridge.load(tmp_path / "b.pt")
 
 
 # -- the loss ------------------------------------------------------------------------------------------

@@ -8,13 +8,15 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvdata import KVCacheDataset, collate
+from kvdata import KVCacheDataset, Prefixes, collate
 from kvdata.edits import functions
+from kvdata.edits.address import source_digest
 from kvdata.edits.policies import Compaction, Source, apply_policy
 from kvdata.edits.rope import Rope
 from kvdata.engines.huggingface import HuggingFaceEngine
 from kvdata.errors import InvalidRequest, OtherSource
-from kvdata.lightning import KVCacheWriter
+from kvdata.lightning import KVCacheDocument, KVCacheWriter
+from kvdata.models.cartridge import Cartridge
 from tests.unit.conftest import LAYOUT, fresh_tokens
 from training.cartridge import CartridgeDistillation, initial_slots
 
@@ -124,6 +126,7 @@ def test_a_checkpoint_goes_on_with_its_own_document_alone(engine, dataset, tmp_p
     first = trainer(max_epochs=2)
     first.fit(module, loader(dataset))
     first.save_checkpoint(tmp_path / "a.ckpt")
+    assert torch.equal(Cartridge.load(tmp_path / "a.ckpt")(), module.cartridge())
     again = recipe(engine)
     trainer(max_epochs=2).fit(again, loader(dataset), ckpt_path=tmp_path / "a.ckpt", weights_only=True)
     assert torch.equal(again.cartridge(), module.cartridge())
@@ -163,3 +166,27 @@ def test_the_true_continuation_is_scored_from_both_caches(engine, dataset):
     want = torch.nn.functional.cross_entropy(engine.continue_from(kv, ids)[:-1], ids[1:]).item()
     assert found["test_nll_full"] == pytest.approx(want, rel=1e-4)
     assert found["test_nll"] != pytest.approx(want, rel=1e-4)
+
+
+def test_the_data_module_reads_one_document_in_every_stage(engine, dataset, connection, tmp_path):
+    Prefixes.of([{"tokens": fresh_tokens(DOCUMENT)}, *dataset.prefixes]).to_jsonl(tmp_path / "documents.jsonl")
+    where = {"url": connection.url, "http_url": connection.http_url, "model_name": connection.model_name}
+    data = KVCacheDocument(tmp_path / "documents.jsonl", index=1, cache_salt=dataset.cache_salt, **where)
+    module = recipe(engine)
+    run = trainer(max_epochs=3, num_sanity_val_steps=1)
+    run.fit(module, data)
+    assert run.global_step == 3
+    assert module.cartridge.source == source_digest(dataset[0]["tokens"].tolist())
+    (found,) = run.test(module, data, verbose=False)
+    assert set(found) == {"test_nll", "test_nll_full"}
+    (writes,) = run.predict(module, data)
+    assert [write.policy for write in writes] == ["cartridge"]
+
+
+def test_a_document_that_is_not_in_the_file_is_refused(tmp_path):
+    Prefixes.of([{"tokens": [1, 2]}]).to_jsonl(tmp_path / "documents.jsonl")
+    where = {"url": "tcp://localhost:1", "http_url": "http://localhost:1", "model_name": "unit/model"}
+    with pytest.raises(InvalidRequest, match="no prefix 1"):
+        KVCacheDocument(tmp_path / "documents.jsonl", index=1, **where)
+    with pytest.raises(InvalidRequest, match="kvdata ingest"):
+        KVCacheDocument(tmp_path / "none.jsonl", **where)
