@@ -2,7 +2,8 @@
 
     KVCacheSDKError
     ├── InvalidRequest (also ValueError)     the call itself is wrong; nothing was sent
-    │   └── GeometryMismatch                 tensor, dtype or layout do not fit the model's cache
+    │   ├── GeometryMismatch                 tensor, dtype or layout do not fit the model's cache
+    │   └── OtherSource                      a compressed cache belongs to another document
     ├── UnsupportedLayout                    a cache this release cannot read (MLA, hybrid, unknown format)
     │   └── UnknownPacking                   the byte order of a fused cache has not been said
     ├── ModelNotRegistered                   the server does not know the model (never reported as a miss)
@@ -41,6 +42,10 @@ class InvalidRequest(KVCacheSDKError, ValueError):
 
 class GeometryMismatch(InvalidRequest):
     """A tensor, dtype or layout does not fit the geometry of the model's cache."""
+
+
+class OtherSource(InvalidRequest):
+    """A learned cache stands for one document, and was asked to stand for another."""
 
 
 class UnsupportedLayout(KVCacheSDKError):

@@ -24,10 +24,12 @@ from torch import Tensor, nn
 
 from kvdata.edits import policies
 from kvdata.edits.address import compressed_salt
+from kvdata.edits.cartridge import CartridgeMethod
 from kvdata.edits.policies import Policy, Sees, Source, apply_policy
 from kvdata.edits.rope import Rope
 from kvdata.edits.selection import compact
 from kvdata.errors import GeometryMismatch, InvalidRequest
+from kvdata.models.cartridge import Cartridge
 from kvdata.models.kv_autoencoder import KVAutoencoder
 from kvdata.models.token_scorer import TokenScorer
 
@@ -294,10 +296,33 @@ def autoencoder(path: str | Path, config: Mapping[str, Any], revision: str | Non
     return Edit(method, Rope.from_config(config), _kv_heads(config), 1.0, revision or weights_revision(model))
 
 
+def cartridge(path: str | Path, config: Mapping[str, Any], revision: str | None = None) -> Edit:
+    """The learned slots of one document in place of its cache; another document's is refused with `OtherSource`.
+
+    Args:
+        path: a file of `Cartridge.save`, or a checkpoint of the recipe.
+        config: of the model whose cache it was trained against.
+        revision: default is a hash of the weights.
+
+    Raises:
+        GeometryMismatch: the cartridge is that of another model.
+        InvalidRequest: the file is no cartridge, or was saved before it had a document.
+    """
+    trained = Cartridge.load(path)
+    rope, heads = Rope.from_config(config), _kv_heads(config)
+    if (trained.num_kv_heads, trained.head_dim) != (heads, rope.head_dim):
+        raise GeometryMismatch(f"{path} was trained for a model with other heads than this config's")
+    if not trained.source:
+        raise InvalidRequest(f"{path} stands for no document yet; train it first")
+    keep = trained.slots / trained.source_tokens
+    return Edit(CartridgeMethod(trained), rope, heads, keep, revision or weights_revision(trained))
+
+
 def weights_revision(model: nn.Module) -> str:
-    """8 hex digits of blake3 over a model's weights."""
+    """8 hex digits of blake3 over the a model's weights."""
     digest = blake3()
-    for name, tensor in sorted(model.state_dict().items()):
+    tensors = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    for name, tensor in sorted(tensors.items()):
         digest.update(f"{name}{tuple(tensor.shape)}".encode())
         digest.update(tensor.float().cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()[:8]

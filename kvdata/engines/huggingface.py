@@ -119,7 +119,7 @@ class HuggingFaceEngine:
         """B sequences of equal length -> ``[B, 2, L, T, D]``; `InvalidRequest` if the lengths differ."""
         ids = self._ids(batch)
         cache = DynamicCache()
-        self._forward(ids, cache, logits_to_keep=1)
+        self.forward(ids, cache, logits_to_keep=1)
         return from_dynamic_cache(cache, self.layout)
 
     def store_prefix(self, ctx: SupportsStore, tokens: Tokens, cache_salt: str = "") -> bool:
@@ -139,6 +139,13 @@ class HuggingFaceEngine:
 
         Returns:
             ``[N, V]`` or ``[B, N, V]``, in the model's dtype.
+        """
+        return self.logits(kv, continuation, start_position)
+
+    def logits(self, kv: Tensor, continuation: Tokens, start_position: int | None = None) -> Tensor:
+        """As `continue_from`, but differentiable: gradients flow into `kv`, to train what a cache holds.
+
+        They also reach the model's weights, unless ``engine.model.requires_grad_(False)`` froze them.
         """
         logits = self._continue(kv, continuation, start_position)
         return logits if kv.dim() == 5 else logits[0]
@@ -190,7 +197,7 @@ class HuggingFaceEngine:
         layers: list[Tensor] = []
         with _observe_inputs(self.model, lambda queries, *_: layers.append(queries.float().cpu())):
             if kv is None:
-                self._forward(self._ids(ids.view(-1, ids.shape[-1])), DynamicCache(), logits_to_keep=1)
+                self.forward(self._ids(ids.view(-1, ids.shape[-1])), DynamicCache(), logits_to_keep=1)
             else:
                 self._continue(kv, ids, None)
         start = 0 if kv is None else kv.shape[-2]
@@ -220,8 +227,7 @@ class HuggingFaceEngine:
         cache = to_dynamic_cache(kv.to(self.model.device, self.model.dtype), self.layout)
         start = kv.shape[-2] if start_position is None else start_position
         positions = torch.arange(start, start + ids.shape[1], device=ids.device).expand_as(ids)
-        logits: Tensor = self._forward(ids, cache, position_ids=positions).logits
-        return logits
+        return self.forward(ids, cache, position_ids=positions)
 
     def _ids(self, batch: Sequence[Tokens] | Tensor) -> Tensor:
         rows = [torch.as_tensor(row, dtype=torch.long).flatten() for row in batch]
@@ -229,8 +235,10 @@ class HuggingFaceEngine:
             raise InvalidRequest("a batch needs one or more token sequences of one common, non-zero length")
         return torch.stack(rows).to(self.model.device)
 
-    def _forward(self, ids: Tensor, cache: DynamicCache, **kwargs: Any) -> Any:
-        return self.model(input_ids=ids, use_cache=True, **{self._cache_argument: cache}, **kwargs)
+    def forward(self, ids: Tensor, cache: DynamicCache, **kwargs: Any) -> Tensor:
+        """The model's own forward over ids ``[B, N]`` after a `DynamicCache`, which grows: logits ``[B, N, V]``."""
+        logits: Tensor = self.model(input_ids=ids, use_cache=True, **{self._cache_argument: cache}, **kwargs).logits
+        return logits
 
 
 def fast_dtype() -> torch.dtype:
