@@ -35,7 +35,7 @@ class RecipeCLI(LightningCLI):
 
     def predict(self, model: L.LightningModule, **options: Any) -> None:
         """Run the recipe over the held-out caches; results go through the writer, not into memory."""
-        self.trainer.predict(model, return_predictions=False, **options)
+        self.trainer.predict(model, **{**options, "return_predictions": False})
 
 
 def main(args: ArgsType = None) -> None:

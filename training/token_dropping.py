@@ -92,7 +92,7 @@ class TokenDropping(Recipe):
         self,
         model: str | HuggingFaceEngine = "smollm2",
         width: int = 128,
-        dropout: float = 0.3,
+        dropout: float = 0.1,
         sampled_tokens: int = 128,
         keeps: Sequence[int] = (512, 256),
         learning_rate: float = 4e-3,
@@ -201,7 +201,7 @@ def compress(
     return writes
 
 
-def token_scorer(engine: HuggingFaceEngine, width: int = 128, dropout: float = 0.3) -> TokenScorer:
+def token_scorer(engine: HuggingFaceEngine, width: int = 128, dropout: float = 0.1) -> TokenScorer:
     """A new scorer for the caches of a model."""
     layout, rope = engine.layout, Rope.from_config(engine.config)
     query_heads = engine.model.config.get_text_config(decoder=True).num_attention_heads

@@ -48,6 +48,10 @@ def evaluate(
         typer.Option(exists=True, dir_okay=False, help="A trained TokenScorer, named by its file; can be repeated."),
     ] = None,
     keep: Annotated[str, typer.Option(help="Shares of tokens kept.")] = "0.5,0.25",
+    splits: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(exists=True, dir_okay=False, help="Splits that a training wrote: only what it held out."),
+    ] = None,
     limit: Annotated[
         Optional[int],  # noqa: UP045
         typer.Option(min=1, help="Only so many windows of the file, from the first."),
@@ -85,6 +89,10 @@ def evaluate(
     from kvdata.evaluation.methods import dropping_methods
 
     records = Prefixes.from_jsonl(prefixes)
+    if splits is not None:
+        from kvdata.lightning.split_file import SplitFile
+
+        records = SplitFile.read(splits).held_out(records)
     computes = fast_dtype() if dtype == "auto" else parse_dtype(dtype)
     engine = load_model(model, computes)
     names = None if policies is None else [name for name in policies.split(",") if name]

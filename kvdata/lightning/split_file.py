@@ -8,6 +8,8 @@ from typing import Any
 
 import msgspec
 
+from kvdata.datasets.prefixes import Prefixes
+from kvdata.datasets.splits import document_names
 from kvdata.errors import InvalidRequest
 
 VERSION = 1
@@ -37,10 +39,11 @@ class SplitFile(msgspec.Struct, frozen=True):
         part.write_bytes(msgspec.json.format(msgspec.json.encode(self)) + b"\n")
         part.replace(path)
 
-    def require(self, path: Path) -> None:
-        """`InvalidRequest` unless the file is there and says the same."""
+    @classmethod
+    def read(cls, path: Path) -> SplitFile:
+        """The content of a file; `InvalidRequest` when there is none, or it holds something else."""
         try:
-            written = msgspec.json.decode(path.read_bytes(), type=SplitFile)
+            return msgspec.json.decode(path.read_bytes(), type=cls)
         except OSError as exc:
             raise InvalidRequest(
                 f"the splits cannot be read ({exc}): prepare_data writes them, into a folder that all ranks share; "
@@ -48,6 +51,18 @@ class SplitFile(msgspec.Struct, frozen=True):
             ) from exc
         except msgspec.DecodeError as exc:
             raise InvalidRequest(f"{path} holds no splits ({exc}); delete it, or give another split_file=") from exc
+
+    def held_out(self, prefixes: Prefixes) -> Prefixes:
+        """The test's prefixes; `InvalidRequest` when these are not the prefixes that were split."""
+        if prefixes.digest() != self.prefixes:
+            raise InvalidRequest("the splits were written for another prefix file")
+        names = document_names(prefixes, str(self.chosen["split_by"]))
+        chosen = set(self.documents["test"])
+        return prefixes.select(i for i, name in enumerate(names) if name in chosen)
+
+    def require(self, path: Path) -> None:
+        """`InvalidRequest` unless the file is there and says the same."""
+        written = self.read(path)
         changed = self._changed(written)
         if changed:
             raise InvalidRequest(

@@ -12,6 +12,7 @@ from kvdata import Connection, Prefixes
 from kvdata.datasets import split_by_document
 from kvdata.errors import InvalidRequest, MissingKV
 from kvdata.lightning import KVCacheDocuments
+from kvdata.lightning.split_file import SplitFile
 from tests.unit.conftest import LAYOUT, fresh_tokens, random_kv
 from tests.unit.test_datamodule import Module, Stop, Validating, trainer
 
@@ -186,3 +187,14 @@ trainer:
     )
     assert sorted(cli.model.seen) == [0, 1, 2, 3]
     assert (tmp_path / "prompts.splits.json").exists()
+
+
+def test_what_was_held_out_is_found_again(file, connection, tmp_path):
+    data = documents(file, connection, split_file=tmp_path / "splits.json")
+    data.prepare_data()
+    written, prefixes = SplitFile.read(tmp_path / "splits.json"), Prefixes.from_jsonl(file)
+    held_out = written.held_out(prefixes)
+    assert len(held_out) >= 4
+    assert {r.meta["document"] for r in held_out} == set(written.documents["test"])
+    with pytest.raises(InvalidRequest, match="another prefix file"):
+        written.held_out(prefixes[:5])
