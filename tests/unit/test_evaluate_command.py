@@ -61,7 +61,9 @@ def run(embedded, model, prefixes, scorer, tmp_path):
 def test_the_reports_say_what_was_measured(run, tmp_path):
     done = run()
     assert done.exit_code == 0, done.output
-    assert max(map(len, done.stdout.splitlines())) <= 80
+    *table, last = done.stdout.splitlines()
+    assert max(map(len, table)) <= 80
+    assert last.startswith("open ")
     assert "…" not in done.stdout
     for name in ("sees the cache", "sees the answer", "*my-scorer", "keep 0.25"):
         assert name in done.stdout
