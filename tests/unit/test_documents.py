@@ -26,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:.*infer the batch indices.*",
     "ignore:.*smaller than the logging interval.*",
     "ignore:.*args parameter is intended.*",
-    r"ignore:\s+By default only one Jsonargparse",  # of Lightning's own use of it
+    r"ignore:\s+(By default only one Jsonargparse|``ArgumentParser)",  # Lightning's own use of jsonargparse
 )
 
 

@@ -196,6 +196,7 @@ def interrupted(url: str, http_url: str, manifest: str) -> None:
     predict(writer, Emits([*batches, []], before=stay))
 
 
+@pytest.mark.timeout(450)
 def test_ctrl_c_stores_what_was_put_out(connection, tmp_path):
     code = f"from {__name__} import interrupted; import sys; interrupted(*sys.argv[1:])"
     command = [sys.executable, "-c", code, connection.url, connection.http_url, str(tmp_path / "m.jsonl")]
@@ -204,7 +205,7 @@ def test_ctrl_c_stores_what_was_put_out(connection, tmp_path):
             assert process.stdout is not None
             assert "here\n" in iter(process.stdout.readline, "")
             process.send_signal(signal.SIGINT)
-            assert process.wait(60) == 1
+            assert process.wait(200) == 1
         finally:
             process.kill()
     assert parts(tmp_path) == ["m.jsonl.rank0.part"]
