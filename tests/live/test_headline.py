@@ -40,11 +40,12 @@ ROUNDS = 3
 
 @dataclass
 class Stack:
-    """An engine on a server of its own, a context of that server, and the training windows in it."""
+    """An engine on a server of its own, a context of that server, and the training windows in it, also as a file."""
 
     engine: VLLM
     context: KVCacheContext
     windows: Prefixes
+    file: Path
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +75,7 @@ def stack(texts: tuple[list[list[int]], Prefixes], tmp_path_factory: pytest.Temp
         assert filled.model_name == engine.model
         connection = Connection(server.url, server.http_url, engine.model, timeout=60.0, layout=filled.layout)
         with connection.connect() as ctx:
-            yield Stack(engine, ctx, filled)
+            yield Stack(engine, ctx, filled, file)
 
 
 @pytest.fixture(scope="module")
@@ -155,3 +156,30 @@ def test_the_notebook_runs(stack, monkeypatch):
     assert len(names["arms"]) == 7
     assert len(names["figure"].axes[0].lines) == 3
     assert names["edited"].streams[0].output_text
+
+
+def test_the_evaluation_through_the_engine_agrees_with_the_offline_one(stack, scorer, tmp_path):
+    where = ["--url", stack.context.connection.url, "--http-url", stack.context.connection.http_url]
+    what = ["--policies", "recency", "--scorer", str(scorer), "--keep", "0.5", "--passkey", "0", "--limit", "2"]
+    live = ["--live", stack.engine.url, "--served-name", SERVED_NAME, "--live-windows", "2", "--live-tokens", "8"]
+    command = [
+        sys.executable,
+        "-m",
+        "kvdata",
+        "evaluate",
+        str(stack.file),
+        "--out",
+        str(tmp_path),
+        "--model",
+        "smollm2",
+    ]
+    subprocess.run([*command, *where, *what, *live], check=True, timeout=600)
+    rows = {row["policy"]: row for row in json.loads((tmp_path / "report.json").read_text())["live"]}
+    assert set(rows) == {"full", "recency", "token-scorer"}
+    for policy, row in rows.items():
+        assert row["tokens"] == 16
+        chunks = CONTEXT // stack.context.chunk_size // (1 if policy == "full" else 2)
+        assert row["read_chunks"] == row["expected_chunks"] == 16 * chunks
+        assert row["decode_all_hits"]
+        # The engine and the model here round differently in bfloat16.
+        assert abs(row["delta_nll"] - row["offline_delta_nll"]) < 0.1
