@@ -41,7 +41,7 @@ def prefixes(embedded, tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def scorer(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("scorer") / "my-scorer.pt"
-    TokenScorer(3, 2, 8, Rope.from_config(tiny_engine().config), width=8).save(path)
+    TokenScorer(3, 2, 4, 8, Rope.from_config(tiny_engine().config), width=8).save(path)
     return path
 
 
