@@ -26,7 +26,6 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:.*infer the batch indices.*",
     "ignore:.*smaller than the logging interval.*",
     "ignore:.*args parameter is intended.*",
-    r"ignore:\s+(By default only one Jsonargparse|``ArgumentParser)",  # Lightning's own use of jsonargparse
 )
 
 
@@ -156,7 +155,8 @@ def test_missing_caches_are_named_before_the_run(file, connection, tmp_path, cap
         documents(tmp_path / "nowhere.jsonl", connection)
 
 
-def test_lightnings_command_line_makes_it_of_a_yaml_file(file, connection, tmp_path):
+def test_lightnings_command_line_makes_it_of_a_yaml_file(file, connection, tmp_path, monkeypatch):
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # of Lightning's own use of it
     config = tmp_path / "run.yaml"
     config.write_text(
         f"""
