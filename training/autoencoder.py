@@ -133,6 +133,7 @@ class Autoencoder(Recipe):
                 batch.tokens[row, :length].tolist(),
                 Reconstruction.name,
                 self._revision,
+                batch.salts[row],
                 meta={**batch.meta[row], "index": int(batch.index[row])},
             )
             for row, length in enumerate(batch.lengths.tolist())

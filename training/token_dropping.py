@@ -197,7 +197,7 @@ def compress(
             for keep in keeps:
                 smaller, _ = apply_policy(policy, kv, keep, rope, num_kv_heads, source)
                 meta = {**batch.meta[row], "index": index}
-                writes.append(CacheWrite(smaller, tokens, policy.name, revision, meta=meta))
+                writes.append(CacheWrite(smaller, tokens, policy.name, revision, batch.salts[row], meta))
     return writes
 
 

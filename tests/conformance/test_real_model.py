@@ -92,7 +92,7 @@ def test_the_readmes_training_code_runs(server, ingested, tmp_path):
         ('"prefixes.jsonl"', repr(str(ingested))),
         ("tcp://localhost:5555", server.url),
         ("http://localhost:8080", server.http_url),
-        ("max_epochs=10", "max_epochs=1"),
+        ("max_epochs=8", "max_epochs=1"),
     ):
         assert theirs in code
         code = code.replace(theirs, ours)

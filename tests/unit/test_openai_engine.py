@@ -50,7 +50,7 @@ def test_ids_from_logprobs(base_url, vllm):
     vllm.ids_flag = False
     with openai_completion(base_url, MODEL, token_ids="logprobs") as post:
         events = list(post([5], {"max_tokens": 2}))
-    assert events == [TokenEvent(100, "Hel"), TokenEvent(101, "lo")]
+    assert events == [TokenEvent(100, "Hel", -0.5), TokenEvent(101, "lo", -0.5)]
     assert vllm.bodies[0]["logprobs"] == 0
     assert "return_token_ids" not in vllm.bodies[0]
 

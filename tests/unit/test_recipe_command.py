@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvdata.datasets import Manifest, Prefixes
-from kvdata.edits.functions import learned
+from kvdata.edits.functions import autoencoder, cartridge, learned
 from kvdata.errors import InvalidRequest
 from kvdata.models.token_scorer import TokenScorer
 from tests.unit.conftest import fresh_tokens
@@ -90,3 +90,32 @@ def test_a_servers_error_is_one_line(arguments, capsys):
     with pytest.raises(SystemExit, match="1"):
         main(["fit", *SCORER, *arguments, "--data.init_args.cache_salt=other"])
     assert "MissingKV: 9 of 9" in " ".join(capsys.readouterr().err.split())
+
+
+def test_an_autoencoder_is_fitted_and_becomes_an_edit(arguments, connection):
+    config = ["--config", str(CONFIGS / "autoencoder.yaml"), "--model.init_args.context_tokens=128"]
+    main(["fit", *config, *arguments])
+    checkpoint = Path("runs/autoencoder/checkpoints/best.ckpt")
+    main(["predict", *config, *arguments, "--ckpt_path", str(checkpoint), "--manifest", "manifest.jsonl"])
+    (entry, *_) = Manifest.load("manifest.jsonl")
+    edit = autoencoder(checkpoint, tiny_engine().config)
+    with connection.connect() as ctx:
+        wanted, _ = edit(ctx.retrieve(entry.tokens, arguments[4].split("=")[1]), entry.tokens)
+        assert torch.equal(ctx.retrieve(entry.tokens, entry.salt), wanted)
+
+
+def test_a_cartridge_is_trained_and_stands_for_its_document(arguments, connection):
+    small = {"slots": 64, "sinks": 2, "text_tokens": 16, "continuations": 6, "held_out": 2, "references": 2}
+    config = ["--config", str(CONFIGS / "cartridge.yaml"), "--trainer.check_val_every_n_epoch=1"]
+    config += [f"--model.init_args.{name}={value}" for name, value in small.items()]
+    options = [a for a in arguments if "held_out" not in a and "validation" not in a]
+    main(["fit", *config, *options])
+    checkpoint = Path("runs/cartridge/checkpoints/best.ckpt")
+    main(["predict", *config, *options, "--ckpt_path", str(checkpoint), "--manifest", "manifest.jsonl"])
+    (entry,) = Manifest.load("manifest.jsonl")
+    source = Prefixes.from_jsonl("windows.jsonl")[0].tokens.tolist()
+    assert entry.tokens == source[:64]
+    edit = cartridge(checkpoint, tiny_engine().config)
+    with connection.connect() as ctx:
+        wanted, _ = edit(ctx.retrieve(source, arguments[4].split("=")[1]), source)
+        assert torch.equal(ctx.retrieve(entry.tokens, entry.salt), wanted)
