@@ -49,7 +49,7 @@ from kvdata.evaluation import (
 from kvdata.lightning import KVCacheWriter
 from kvdata.models.token_scorer import TokenScorer
 from training.text import documentation_windows, split_by_document
-from training.token_dropping import CompressCaches, Teacher, TokenDropping
+from training.token_dropping import PREPARED_ON, CompressCaches, Teacher, TokenDropping
 
 MODEL = "SmolLM2-135M-Instruct"
 CONTEXT, CONTINUATION = 512, 64
@@ -134,7 +134,8 @@ def run(options: argparse.Namespace, url: str, http_url: str) -> None:
     written = windows_made * sum(chunks[keep] for keep in KEEPS)
     # A server counts a read whenever a read lock is released: a store's confirmation and coverage() are reads too.
     looked_up = ingested + written + writer.counts.chunks_read + len(training) * chunks[CONTEXT]
-    batches = (options.epochs * len(training) + 2 * len(held_out)) * chunks[CONTEXT] + written
+    trained = min(PREPARED_ON, len(training)) + options.epochs * len(training)
+    batches = (trained + 2 * len(held_out)) * chunks[CONTEXT] + written
     expected = {"stored_chunks": ingested + written, "retrieved_chunks": looked_up + batches}
     report = {
         "results": results,
