@@ -42,11 +42,14 @@ def ingested(server, engine, tmp_path_factory) -> Path:
 
 
 def assert_same_cache(found: torch.Tensor, computed: torch.Tensor) -> None:
-    """Equal up to what another process's thread count does to sums: far below bfloat16's own 0.4 %."""
+    """Equal up to rounding: ``kvdata ingest`` computes in bfloat16 where the CPU is fast in it, the engine in float32.
+
+    As far apart as a serving engine's keys and a float32 forward's; a key at another place is off by tens of per cent.
+    """
     assert found.shape == computed.shape
     for plane in (0, 1):
         for mine, theirs in zip(found[plane].float(), computed[plane].float(), strict=True):
-            assert (mine - theirs).norm() / theirs.norm() < 4e-3
+            assert (mine - theirs).norm() / theirs.norm() < 4e-2
 
 
 def test_a_retrieved_prefix_is_what_a_fresh_forward_computes(server, engine, ingested):

@@ -105,7 +105,15 @@ def test_an_autoencoder_is_fitted_and_becomes_an_edit(arguments, connection):
 
 
 def test_a_cartridge_is_trained_and_stands_for_its_document(arguments, connection):
-    small = {"slots": 64, "sinks": 2, "text_tokens": 16, "continuations": 6, "held_out": 2, "references": 2}
+    small = {
+        "slots": 64,
+        "sinks": 2,
+        "text_tokens": 16,
+        "continuations": 6,
+        "openings": 0,
+        "held_out": 2,
+        "references": 2,
+    }
     config = ["--config", str(CONFIGS / "cartridge.yaml"), "--trainer.check_val_every_n_epoch=1"]
     config += [f"--model.init_args.{name}={value}" for name, value in small.items()]
     options = [a for a in arguments if "held_out" not in a and "validation" not in a]
