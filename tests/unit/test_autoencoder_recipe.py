@@ -111,7 +111,7 @@ def test_training_lowers_the_error_and_its_checkpoint_is_an_edit(engine, dataset
     path = run.checkpoint_callback.best_model_path
     assert not any("engine" in name for name in torch.load(path)["state_dict"])
     edit, sample = functions.autoencoder(path, engine.config), dataset[3]
-    rebuilt, ids, salt = edit.derive(sample["kv"], sample["tokens"].tolist(), 32, "")
+    rebuilt, ids, salt = edit.derive(sample["kv"], sample["tokens"].tolist(), 32, sample["salt"])
     (write,) = predicted(module, [sample])
     assert (ids, salt) == write.address()
     assert torch.equal(rebuilt, write.kv)
@@ -140,7 +140,8 @@ def test_reconstructions_go_back_into_the_server(engine, dataset, connection, tm
     assert write.meta == {"name": "d2", "index": 2}
     tokens, salt = write.address()
     assert tokens == dataset[2]["tokens"].tolist()
-    assert salt.startswith(f"~autoencoder.{TOKENS}-")
+    assert salt.startswith(f"{write.prefix}~autoencoder.{TOKENS}-")
+    assert write.prefix.startswith("autoencoder-")  # the salt of the full cache
     with connection.connect() as ctx:
         assert torch.equal(ctx.retrieve(tokens, salt), write.kv)
 
