@@ -28,6 +28,12 @@ class RecipeCLI(LightningCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument("--manifest", type=str, default=None, help="JSONL file that predict writes addresses to")
 
+    def before_fit(self) -> None:
+        """Lightning 2.6 writes ``last.ckpt`` at the end of a ``fast_dev_run`` too, which should leave nothing."""
+        if self.trainer.fast_dev_run:
+            for callback in self.trainer.checkpoint_callbacks:
+                callback.save_last = False
+
     def before_predict(self) -> None:
         manifest = self.config[self.subcommand].manifest or Path(self.trainer.default_root_dir) / "manifest.jsonl"
         source = self.datamodule.dataset("predict")
