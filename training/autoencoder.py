@@ -15,17 +15,16 @@ import torch
 from torch import Tensor
 
 from kvdata.datasets import KVBatch, collate
-from kvdata.edits.functions import Reconstruction, weights_revision
+from kvdata.edits.functions import Reconstruction
 from kvdata.edits.rope import Rope
 from kvdata.engines.huggingface import HuggingFaceEngine
 from kvdata.lightning import CacheWrite
 from kvdata.models.attention_output import attention_output_error
-from kvdata.models.files import CHECKPOINT_KEY
 from kvdata.models.kv_autoencoder import KVAutoencoder
 from kvdata.models.low_rank import PRECISIONS, water_fill, whitened_basis
 from kvdata.models.moments import Moments
+from training.per_sample import per_stage
 from training.recipe import Recipe
-from training.token_dropping import PerSample
 
 
 class Autoencoder(Recipe):
@@ -67,9 +66,11 @@ class Autoencoder(Recipe):
         )
         self.ratio, self.precisions, self.context_tokens = ratio, tuple(precisions), context_tokens
         self.sampled_queries, self.calibrated_on = sampled_queries, calibrated_on
-        # One memory for each stage: indices are those of its dataset.
-        self._queries = {stage: PerSample(self._ask) for stage in ("train", "val", "test")}
-        self._revision = ""
+        self._queries = per_stage(self._ask)
+
+    @property
+    def compressor(self) -> KVAutoencoder:
+        return self.autoencoder
 
     def _ask(self, batch: KVBatch) -> Tensor:
         """The queries of the continuations, before RoPE, ``[B, L, Hq, N, head_dim]``: no prefix is computed again."""
@@ -119,12 +120,6 @@ class Autoencoder(Recipe):
         values = {f"{stage}_loss": error, f"{stage}_bytes_ratio": self.autoencoder.ratio(batch.kv.shape[3])}
         self.log_dict(values, batch_size=len(batch), sync_dist=True)
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint[CHECKPOINT_KEY] = self.autoencoder.exported()
-
-    def on_predict_start(self) -> None:
-        self._revision = weights_revision(self.autoencoder)
-
     def predict_step(self, batch: KVBatch, batch_index: int) -> list[CacheWrite]:
         """Every cache as the autoencoder gives it back, for a `KVCacheWriter`."""
         return [
@@ -132,7 +127,7 @@ class Autoencoder(Recipe):
                 self.autoencoder(batch.kv[row : row + 1, :, :, :length])[0],
                 batch.tokens[row, :length].tolist(),
                 Reconstruction.name,
-                self._revision,
+                self.revision,
                 batch.salts[row],
                 meta={**batch.meta[row], "index": int(batch.index[row])},
             )

@@ -11,13 +11,11 @@ arXiv 2506.06266), on such continuations and on what the model says about the do
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvdata.datasets import KVBatch
-from kvdata.edits.functions import weights_revision
 from kvdata.edits.policies import Compaction, Source, apply_policy
 from kvdata.edits.rope import Rope
 from kvdata.engines.huggingface import HuggingFaceEngine
@@ -26,7 +24,6 @@ from kvdata.evaluation.metrics import next_token_nll
 from kvdata.lightning import CacheWrite
 from kvdata.models.cartridge import Cartridge
 from kvdata.models.distillation import top_k_kl
-from kvdata.models.files import CHECKPOINT_KEY
 from training.continuations import OPENINGS, Texts, read_texts, write_texts
 from training.recipe import Recipe
 
@@ -86,6 +83,10 @@ class CartridgeDistillation(Recipe):
         self.references, self.ridge, self.seed = references, ridge, seed
         self._texts: tuple[Texts, Texts] | None = None
 
+    @property
+    def compressor(self) -> Cartridge:
+        return self.cartridge
+
     def training_step(self, batch: KVBatch, batch_index: int) -> Tensor:
         training, _ = self._prepared(batch)
         loss = self._divergence(training[self._chosen(len(training))])
@@ -107,11 +108,8 @@ class CartridgeDistillation(Recipe):
 
     def predict_step(self, batch: KVBatch, batch_index: int) -> list[CacheWrite]:
         kv, tokens = self._document(batch)
-        slots, revision = self.cartridge.slots_as(kv.dtype), weights_revision(self.cartridge)
-        return [CacheWrite(slots, tokens, "cartridge", revision, prefix=batch.salts[0], meta=batch.meta[0])]
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint[CHECKPOINT_KEY] = self.cartridge.exported()
+        slots = self.cartridge.slots_as(kv.dtype)
+        return [CacheWrite(slots, tokens, "cartridge", self.revision, prefix=batch.salts[0], meta=batch.meta[0])]
 
     def _divergence(self, texts: Texts) -> Tensor:
         """Mean KL of the cartridge's predictions from the full cache's, over all tokens of some texts."""

@@ -13,7 +13,9 @@ import lightning as L
 import torch
 
 from kvdata.cli.options import model_folder
+from kvdata.edits.functions import weights_revision
 from kvdata.engines.huggingface import HuggingFaceEngine, fast_dtype
+from kvdata.models.files import CHECKPOINT_KEY, SavedModule
 
 
 class Recipe(L.LightningModule):
@@ -35,12 +37,32 @@ class Recipe(L.LightningModule):
         super().__init__()
         self.learning_rate, self.weight_decay, self.warmup_steps = learning_rate, weight_decay, warmup_steps
         # Not a submodule: the language model's weights stay out of checkpoints and of the optimiser.
+        self._revision = ""
         self._engine = [load_engine(model) if isinstance(model, str) else model]
 
     @property
     def engine(self) -> HuggingFaceEngine:
         """The language model, frozen."""
         return self._engine[0]
+
+    @property
+    def compressor(self) -> SavedModule:
+        """What is trained: a checkpoint carries it so that it loads without Lightning."""
+        raise NotImplementedError
+
+    @property
+    def revision(self) -> str:
+        """Hash of what is trained, for addresses; computed once for a whole ``predict``."""
+        return self._revision or weights_revision(self.compressor)
+
+    def on_predict_start(self) -> None:
+        self._revision = weights_revision(self.compressor)
+
+    def on_predict_end(self) -> None:
+        self._revision = ""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint[CHECKPOINT_KEY] = self.compressor.exported()
 
     def configure_optimizers(self) -> dict[str, Any]:
         optimizer = torch.optim.AdamW(

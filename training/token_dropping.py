@@ -5,57 +5,24 @@ Axes: ``B`` batch, ``2`` K/V, ``L`` layers, ``H`` KV heads, ``T`` prefix tokens,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
 import lightning as L
-import torch
 from torch import Tensor
 
 from kvdata.datasets import KVBatch
-from kvdata.edits.functions import weights_revision
-from kvdata.edits.policies import Learned, Policy, Source, apply_policy
+from kvdata.edits.policies import Learned, Policy, Source, apply_policy_at
 from kvdata.edits.rope import Rope
 from kvdata.engines.huggingface import HuggingFaceEngine, attention_target
-from kvdata.errors import InvalidRequest
 from kvdata.lightning import CacheWrite
-from kvdata.models.files import CHECKPOINT_KEY
 from kvdata.models.losses import sample_tokens, scorer_loss, top_k_overlap, variance_explained
 from kvdata.models.token_scorer import TokenScorer
+from training.per_sample import STAGES, PerSample, per_stage
 from training.recipe import Recipe
 
 PREPARED_ON = 8  # caches that the query predictor is fitted to
-STAGES = ("train", "val", "test")
-
-
-class PerSample:
-    """Remembers what was computed for each sample of a dataset, up to a number of bytes.
-
-    Args:
-        compute: batch -> ``[B, ...]``.
-        max_bytes: beyond it, further samples are computed again in every epoch.
-    """
-
-    def __init__(self, compute: Callable[[KVBatch], Tensor], max_bytes: float = 4e9) -> None:
-        self._compute, self._max_bytes = compute, max_bytes
-        self._known: dict[int, Tensor] = {}
-        self._bytes = 0
-
-    def __call__(self, batch: KVBatch) -> Tensor:
-        if len(set(batch.lengths.tolist())) > 1:
-            raise InvalidRequest(
-                "a batch holds prefixes of different lengths; use batch_size=1 or windows of one length"
-            )
-        indices = batch.index.tolist()
-        if all(i in self._known for i in indices):
-            return torch.stack([self._known[i] for i in indices]).float()
-        found = self._compute(batch).half()
-        for index, value in zip(indices, found, strict=True):
-            if index not in self._known and self._bytes + value.nbytes <= self._max_bytes:
-                self._known[index] = value.clone()
-                self._bytes += value.nbytes
-        return found.float()
 
 
 class Teacher(PerSample):
@@ -104,12 +71,16 @@ class TokenDropping(Recipe):
         self.sampled_tokens, self.keeps = sampled_tokens, tuple(keeps)
         # One memory for each stage: indices are those of its dataset.
         self._targets = {stage: Teacher(self.engine) for stage in STAGES}
-        self._signals = {stage: PerSample(self._compute_signals) for stage in STAGES}
+        self._signals = per_stage(self._compute_signals)
+
+    @property
+    def compressor(self) -> TokenScorer:
+        return self.scorer
 
     def on_train_start(self) -> None:
         """Fit the query predictor to the first caches of the training set, unless a checkpoint has it already."""
         if not self.scorer.calibrated:
-            self._signals = {stage: PerSample(self._compute_signals) for stage in STAGES}  # the sanity check's are old
+            self._signals = per_stage(self._compute_signals)  # the sanity check's are old
             self.scorer.prepare(self._with_queries(self.trainer.train_dataloader.dataset))
 
     def _with_queries(self, dataset: Any) -> Iterator[tuple[Tensor, Tensor]]:
@@ -144,11 +115,8 @@ class TokenDropping(Recipe):
     def _compute_signals(self, batch: KVBatch) -> Tensor:
         return self.scorer.signals(batch.kv).transpose(0, 1)
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint[CHECKPOINT_KEY] = self.scorer.exported()
-
     def predict_step(self, batch: KVBatch, batch_index: int) -> list[CacheWrite]:
-        policies = [(Learned(self.scorer), weights_revision(self.scorer))]
+        policies = [(Learned(self.scorer), self.revision)]
         return compress(batch, policies, self.keeps, self.scorer.rope, self.scorer.num_kv_heads)
 
 
@@ -194,9 +162,8 @@ def compress(
         tokens, index = batch.tokens[row, :length].tolist(), int(batch.index[row])
         source = Source(tokens=tokens, index=index, target=None if targets is None else targets[row])
         for policy, revision in policies:
-            for keep in keeps:
-                smaller, _ = apply_policy(policy, kv, keep, rope, num_kv_heads, source)
-                meta = {**batch.meta[row], "index": index}
+            meta = {**batch.meta[row], "index": index}
+            for smaller, _ in apply_policy_at(policy, kv, keeps, rope, num_kv_heads, source):
                 writes.append(CacheWrite(smaller, tokens, policy.name, revision, batch.salts[row], meta))
     return writes
 

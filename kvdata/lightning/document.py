@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from kvdata.datasets.kvcache import KVCacheDataset
-from kvdata.datasets.prefixes import Prefixes
 from kvdata.errors import InvalidRequest
 from kvdata.lightning.datamodule import KVCacheDataModule
+from kvdata.lightning.documents import read_prefixes
 
 
 class KVCacheDocument(KVCacheDataModule):
@@ -37,10 +37,7 @@ class KVCacheDocument(KVCacheDataModule):
         cache_salt: str = "",
         loader_options: dict[str, Any] | None = None,
     ) -> None:
-        try:
-            records = Prefixes.from_jsonl(prefixes)
-        except OSError as exc:
-            raise InvalidRequest(f"the prefix file cannot be read ({exc}); kvdata ingest writes one") from exc
+        records = read_prefixes(prefixes)
         if not 0 <= index < len(records):
             raise InvalidRequest(f"{prefixes} has no prefix {index}, its last is {len(records) - 1}")
         dataset = KVCacheDataset(

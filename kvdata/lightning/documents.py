@@ -72,7 +72,7 @@ class KVCacheDocuments(KVCacheDataModule):
         loader_options: dict[str, Any] | None = None,
     ) -> None:
         self._prefixes = Path(prefixes)
-        records = _read(self._prefixes)
+        records = read_prefixes(self._prefixes)
         splits = split_by_document(records, held_out, validation, split_by, split_seed)
         chosen = {"split_by": split_by, "held_out": held_out, "validation": validation, "seed": split_seed}
         self._splits = SplitFile(records.digest(), chosen, splits.documents)
@@ -139,7 +139,8 @@ class KVCacheDocuments(KVCacheDataModule):
         )
 
 
-def _read(path: Path) -> Prefixes:
+def read_prefixes(path: str | Path) -> Prefixes:
+    """`Prefixes.from_jsonl`; a file that cannot be opened is an `InvalidRequest` that says what writes one."""
     try:
         return Prefixes.from_jsonl(path)
     except OSError as exc:

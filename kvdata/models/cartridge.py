@@ -10,8 +10,7 @@ model answers with them as with the full cache (`kvdata.models.distillation.top_
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +18,10 @@ from torch import Tensor, nn
 from kvdata.edits.address import source_digest
 from kvdata.edits.selection import split_heads
 from kvdata.errors import GeometryMismatch, InvalidRequest, OtherSource
-from kvdata.models.files import load_module, save_module
-
-FORMAT_VERSION = 1
+from kvdata.models.files import SavedModule
 
 
-class Cartridge(nn.Module):
+class Cartridge(SavedModule):
     """S learned slots ``[2, L, S, D]`` for one document, in float32.
 
     What is learned is the distance from the slots' first content, in units of the deviation of each layer's and head's
@@ -36,6 +33,9 @@ class Cartridge(nn.Module):
         slots: their number S; a whole number of the server's chunks, if they are to be stored.
         sinks: how many first slots stay as they are.
     """
+
+    kind: ClassVar[str] = "cartridge"
+    version: ClassVar[int] = 1
 
     start: Tensor
     scale: Tensor
@@ -106,29 +106,12 @@ class Cartridge(nn.Module):
     def set_extra_state(self, state: dict[str, Any]) -> None:
         self.source, self.source_tokens = state["source"], state["source_tokens"]
 
-    def save(self, path: str | Path) -> None:
-        """Write geometry, source and weights to one file that `load` reads."""
-        save_module(path, self.exported())
-
-    def exported(self) -> dict[str, Any]:
-        """What a file holds: tensors and plain values only."""
-        config = {
+    def geometry(self) -> dict[str, Any]:
+        """Arguments of the constructor, as plain values."""
+        return {
             "num_layers": self.num_layers,
             "num_kv_heads": self.num_kv_heads,
             "head_dim": self.head_dim,
             "slots": self.slots,
             "sinks": self.sinks,
         }
-        return {"kind": "cartridge", "version": FORMAT_VERSION, "config": config, "state": self.state_dict()}
-
-    @classmethod
-    def load(cls, path: str | Path) -> Cartridge:
-        """A cartridge from `save` or from a recipe's checkpoint, on the CPU.
-
-        Raises:
-            InvalidRequest: the file is of another kind or version.
-        """
-        data = load_module(path, "cartridge", FORMAT_VERSION)
-        cartridge = cls(**data["config"])
-        cartridge.load_state_dict(data["state"])
-        return cartridge.eval()

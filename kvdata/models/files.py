@@ -5,27 +5,61 @@ from __future__ import annotations
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 import torch
+from torch import nn
 
+from kvdata.edits.rope import Rope
 from kvdata.errors import InvalidRequest
 
 CHECKPOINT_KEY = "kvdata_module"
 """Where a recipe's checkpoint carries the same content as a module's own file."""
 
 
-def save_module(path: str | Path, content: Mapping[str, Any]) -> None:
-    """Write ``{"kind", "version", "config", "state"}`` to a file."""
-    torch.save(dict(content), path)
+Saved = TypeVar("Saved", bound="SavedModule")
 
 
-def load_module(path: str | Path, kind: str, version: int) -> dict[str, Any]:
-    """The content of a file of `save_module`, or of a Lightning checkpoint that carries it; tensors on the CPU.
+class SavedModule(nn.Module):
+    """A module whose geometry and weights are one file, or ride in a recipe's checkpoint.
 
-    Raises:
-        InvalidRequest: not such a file, or one of another kind or version.
+    A subclass names its `kind` and `version`, and lists in `geometry` the arguments that make an empty one: with
+    ``interleaved`` in place of ``rope``, whose frequencies are its buffer ``inv_freq``.
     """
+
+    kind: ClassVar[str]
+    version: ClassVar[int]
+
+    def geometry(self) -> dict[str, Any]:
+        """Arguments of the constructor, as plain values."""
+        raise NotImplementedError
+
+    def exported(self) -> dict[str, Any]:
+        """What a file holds: tensors and plain values only."""
+        return {"kind": self.kind, "version": self.version, "config": self.geometry(), "state": self.state_dict()}
+
+    def save(self, path: str | Path) -> None:
+        """Write geometry and weights to one file that `load` reads."""
+        torch.save(self.exported(), path)
+
+    @classmethod
+    def load(cls: type[Saved], path: str | Path) -> Saved:
+        """A module from `save` or from a recipe's checkpoint, on the CPU in eval mode.
+
+        Raises:
+            InvalidRequest: the file is of another kind or version.
+        """
+        data = _content(path, cls.kind, cls.version)
+        config, state = dict(data["config"]), data["state"]
+        if "interleaved" in config:
+            config["rope"] = Rope(state["inv_freq"], config["head_dim"], config.pop("interleaved"))
+        module = cls(**config)
+        module.load_state_dict(state)
+        return module.eval()
+
+
+def _content(path: str | Path, kind: str, version: int) -> dict[str, Any]:
+    """The content of a module's file, or of a Lightning checkpoint that carries it; tensors on the CPU."""
     try:
         data: Any = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as exc:

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +21,8 @@ from kvdata.edits.quantization import Quantized, dequantize, fake_quantize, quan
 from kvdata.edits.rope import Rope
 from kvdata.edits.selection import split_heads
 from kvdata.errors import GeometryMismatch
-from kvdata.models.files import load_module, save_module
+from kvdata.models.files import SavedModule
 from kvdata.models.low_rank import GROUP, Basis, latent_bytes
-
-FORMAT_VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -48,7 +45,7 @@ class Latents:
         return sum(part.nbytes for part in self.parts) + self.exact.nbytes
 
 
-class KVAutoencoder(nn.Module):
+class KVAutoencoder(SavedModule):
     """Encodes and decodes caches: ``[B, 2, L, T, D] -> [B, 2, L, T, D]``.
 
     Until `initialise` it keeps nothing but the exact tokens.
@@ -59,6 +56,9 @@ class KVAutoencoder(nn.Module):
         sinks, window: first and last tokens that are kept exactly.
         group: coordinates that share the scale of their integers.
     """
+
+    kind: ClassVar[str] = "KV autoencoder"
+    version: ClassVar[int] = 1
 
     analysis: Tensor
     synthesis: Tensor
@@ -155,13 +155,9 @@ class KVAutoencoder(nn.Module):
         exact = min(length, self.sinks + self.window)
         return int((ratio * length - exact) * self._token_bytes / max(1, length - exact))
 
-    def save(self, path: str | Path) -> None:
-        """Write geometry and weights to one file that `load` reads."""
-        save_module(path, self.exported())
-
-    def exported(self) -> dict[str, Any]:
-        """What a file holds: tensors and plain values only."""
-        config = {
+    def geometry(self) -> dict[str, Any]:
+        """Arguments of the constructor, as plain values."""
+        return {
             "num_layers": self.num_layers,
             "num_kv_heads": self.num_kv_heads,
             "head_dim": self.head_dim,
@@ -170,21 +166,6 @@ class KVAutoencoder(nn.Module):
             "window": self.window,
             "group": self.group,
         }
-        return {"kind": "KV autoencoder", "version": FORMAT_VERSION, "config": config, "state": self.state_dict()}
-
-    @classmethod
-    def load(cls, path: str | Path) -> KVAutoencoder:
-        """An autoencoder from `save` or from a recipe's checkpoint, on the CPU in eval mode.
-
-        Raises:
-            InvalidRequest: the file is of another kind or version.
-        """
-        data = load_module(path, "KV autoencoder", FORMAT_VERSION)
-        config, state = data["config"], data["state"]
-        rope = Rope(state["inv_freq"], config["head_dim"], config.pop("interleaved"))
-        model = cls(rope=rope, **config)
-        model.load_state_dict(state)
-        return model.eval()
 
     def coded(self, kv: Tensor) -> Tensor:
         """What is coded of caches: un-rotated keys, and values, ``[2, L, B, T', D]``, without the exact tokens.

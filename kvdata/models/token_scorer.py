@@ -12,8 +12,7 @@ what they miss. It is trained with `kvdata.models.losses.scorer_loss` on the att
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -22,15 +21,14 @@ from kvdata.edits.rope import Rope
 from kvdata.edits.selection import split_heads
 from kvdata.errors import GeometryMismatch
 from kvdata.models.attention_signals import SIGNALS, attention_signals, smoothed
-from kvdata.models.files import load_module, save_module
+from kvdata.models.files import SavedModule
 from kvdata.models.query_predictor import QueryPredictor
 
-FORMAT_VERSION = 3
 SMOOTHING = (5, 21)  # tokens; one beside a needed token is often needed too
 STARTING_SIGNALS = ("received mean", "future mean", "future of window mean")
 
 
-class TokenScorer(nn.Module):
+class TokenScorer(SavedModule):
     """Scores tokens from the cache alone: ``[B, 2, L, T, D] -> [B, L, H, T]``, higher is worth keeping.
 
     Features per layer and token: keys without their rotation (content), keys rotated relative to the end of
@@ -43,6 +41,9 @@ class TokenScorer(nn.Module):
         width: hidden units per layer.
         dropout: on the hidden units, in training.
     """
+
+    kind: ClassVar[str] = "token scorer"
+    version: ClassVar[int] = 3
 
     mean: Tensor
     std: Tensor
@@ -125,13 +126,9 @@ class TokenScorer(nn.Module):
         self.std.copy_(flat.std(dim=1, keepdim=True).clamp_min(1e-2))
         self.calibrated.fill_(True)
 
-    def save(self, path: str | Path) -> None:
-        """Write geometry and weights to one file that `load` reads."""
-        save_module(path, self.exported())
-
-    def exported(self) -> dict[str, Any]:
-        """What a file holds: tensors and plain values only."""
-        config = {
+    def geometry(self) -> dict[str, Any]:
+        """Arguments of the constructor, as plain values."""
+        return {
             "num_layers": self.num_layers,
             "num_kv_heads": self.num_kv_heads,
             "num_query_heads": self.num_query_heads,
@@ -140,21 +137,6 @@ class TokenScorer(nn.Module):
             "interleaved": self.interleaved,
             "dropout": self.dropout.p,
         }
-        return {"kind": "token scorer", "version": FORMAT_VERSION, "config": config, "state": self.state_dict()}
-
-    @classmethod
-    def load(cls, path: str | Path) -> TokenScorer:
-        """A scorer from `save` or from a recipe's checkpoint, on the CPU in eval mode.
-
-        Raises:
-            InvalidRequest: the file is of another kind or version.
-        """
-        data = load_module(path, "token scorer", FORMAT_VERSION)
-        config, state = data["config"], data["state"]
-        rope = Rope(state["inv_freq"], config["head_dim"], config.pop("interleaved"))
-        scorer = cls(rope=rope, **config)
-        scorer.load_state_dict(state)
-        return scorer.eval()
 
     def _check(self, kv: Tensor) -> None:
         hidden = self.num_kv_heads * self.head_dim

@@ -5,13 +5,13 @@ from __future__ import annotations
 import lightning as L
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvdata import KVCacheDataset, collate
 from kvdata.edits import functions
 from kvdata.engines.huggingface import HuggingFaceEngine
 from kvdata.lightning import CacheWrite, KVCacheDataModule, KVCacheWriter
 from tests.unit.conftest import fresh_tokens
+from tests.unit.tiny_model import tiny_engine
 from training.autoencoder import Autoencoder
 
 pytestmark = pytest.mark.filterwarnings(
@@ -25,18 +25,7 @@ TOKENS = 96
 
 @pytest.fixture(scope="module")
 def engine() -> HuggingFaceEngine:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=97,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        initializer_range=0.2,
-    )
-    return HuggingFaceEngine(LlamaForCausalLM(config), model_name="unit/model")
+    return tiny_engine()
 
 
 @pytest.fixture

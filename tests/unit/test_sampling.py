@@ -4,29 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvdata.engines.huggingface import HuggingFaceEngine
 from kvdata.engines.sampling import first_tokens, sample_continuations
 from kvdata.errors import InvalidRequest
+from tests.unit.tiny_model import tiny_engine
 
 VOCAB = 97
 
 
 @pytest.fixture(scope="module")
 def engine() -> HuggingFaceEngine:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        initializer_range=0.3,  # peaky attention, so that what a cache holds matters
-    )
-    return HuggingFaceEngine(LlamaForCausalLM(config), model_name="unit/model")
+    return tiny_engine(initializer_range=0.3)  # peaky attention, so that what a cache holds matters
 
 
 def fresh_ids(count: int, seed: int = 0) -> list[int]:

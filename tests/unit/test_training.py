@@ -6,7 +6,6 @@ import lightning as L
 import pytest
 import torch
 from torch.utils.data import DataLoader
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvdata import KVCacheDataset, collate
 from kvdata.edits.functions import weights_revision
@@ -14,6 +13,7 @@ from kvdata.edits.policies import KeyDiff, Oracle, Random
 from kvdata.edits.rope import Rope
 from kvdata.engines.huggingface import HuggingFaceEngine, attention_target
 from tests.unit.conftest import fresh_tokens
+from tests.unit.tiny_model import tiny_engine
 from training.text import documentation_windows, split_by_document
 from training.token_dropping import CompressCaches, Teacher, TokenDropping
 
@@ -27,17 +27,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 @pytest.fixture(scope="module")
 def engine() -> HuggingFaceEngine:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=97,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-    )
-    return HuggingFaceEngine(LlamaForCausalLM(config), model_name="unit/model")
+    return tiny_engine(initializer_range=0.02)
 
 
 @pytest.fixture

@@ -14,7 +14,8 @@ from kvdata.engines.huggingface import HuggingFaceEngine
 CHARACTERS = sorted(set(string.printable) - set("\t\r\x0b\x0c"))  # 96 of them
 
 
-def tiny_model() -> LlamaForCausalLM:
+def tiny_model(initializer_range: float = 0.2) -> LlamaForCausalLM:
+    """Three layers of two KV heads; a larger range makes attention prefer some tokens more to others."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=len(CHARACTERS) + 1,
@@ -24,7 +25,7 @@ def tiny_model() -> LlamaForCausalLM:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=8,
-        initializer_range=0.2,  # attention that prefers some tokens to others
+        initializer_range=initializer_range,
     )
     return LlamaForCausalLM(config)
 
@@ -36,8 +37,8 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?unknown")
 
 
-def tiny_engine() -> HuggingFaceEngine:
-    return HuggingFaceEngine(tiny_model(), tiny_tokenizer(), model_name="unit/model")
+def tiny_engine(initializer_range: float = 0.2) -> HuggingFaceEngine:
+    return HuggingFaceEngine(tiny_model(initializer_range), tiny_tokenizer(), model_name="unit/model")
 
 
 def tiny_folder(folder: Path) -> Path:

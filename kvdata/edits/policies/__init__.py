@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 
-from kvdata.edits.policies.base import Policy, Sees, Source, apply_policy
+from kvdata.edits.policies.base import Policy, Sees, Source, apply_policy, apply_policy_at
 from kvdata.edits.policies.cache import KeyDiff, KeyNorm, Learned, Oracle, Random, Recency, ValueNorm
 from kvdata.edits.policies.compaction import Compaction
 from kvdata.edits.policies.queries import RKV, TOVA, ExpectedAttention, QueryPolicy, SnapKV, SnapKVQuestion
@@ -29,6 +29,7 @@ __all__ = [
     "Source",
     "ValueNorm",
     "apply_policy",
+    "apply_policy_at",
 ]
 
 TRAINING_FREE: tuple[Policy, ...] = (Random(), Recency(), KeyNorm(), KeyDiff(), ValueNorm())

@@ -93,6 +93,22 @@ def apply_policy(
         InvalidRequest: `keep` does not fit, scores are NaN, or the policy lacks what it needs of `source`.
         GeometryMismatch: the policy's scores are not ``[L, H, T]``.
     """
+    (result,) = apply_policy_at(policy, kv, (keep,), rope, num_kv_heads, source, sinks, window, per_head)
+    return result
+
+
+def apply_policy_at(
+    policy: Policy,
+    kv: Tensor,
+    keeps: Sequence[int],
+    rope: Rope,
+    num_kv_heads: int,
+    source: Source | None = None,
+    sinks: int = 4,
+    window: int = 32,
+    per_head: bool = True,
+) -> list[tuple[Tensor, Tensor]]:
+    """`apply_policy` at several budgets; the tokens are scored once."""
     known = source or Source()
     scores = policy.scores(kv, num_kv_heads, known)
     if scores.shape != (kv.shape[1], num_kv_heads, kv.shape[2]):
@@ -100,8 +116,8 @@ def apply_policy(
             f"policy {policy.name!r} scored {tuple(scores.shape)}, "
             f"the cache needs {(kv.shape[1], num_kv_heads, kv.shape[2])} (layers, KV heads, tokens)"
         )
-    kept = select(scores, keep, sinks=sinks, window=window, per_head=per_head)
-    return relocate(policy.merge(kv, kept, known), kept, rope), kept
+    choices = [select(scores, keep, sinks=sinks, window=window, per_head=per_head) for keep in keeps]
+    return [(relocate(policy.merge(kv, kept, known), kept, rope), kept) for kept in choices]
 
 
 def need(value: Tensor | None, policy: Policy, what: str) -> Tensor:
