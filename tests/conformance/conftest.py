@@ -22,6 +22,7 @@ TABLE = Table()
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "embedded: about what only the embedded server does")
+    config.addinivalue_line("markers", "once: runs a whole program, which the transfer makes no difference to")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -29,7 +30,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.definition.get_closest_marker("embedded") is None:
         kinds += lmcache_commands(metafunc.config)
     if "server" in metafunc.fixturenames:
-        params = [(kind, transfer) for kind in kinds for transfer in ("shm", "pickle")]
+        once = metafunc.definition.get_closest_marker("once") is not None
+        params = [(kind, transfer) for kind in kinds for transfer in (("shm",) if once else ("shm", "pickle"))]
         ids = [f"{_name(kind)}-{transfer}" for kind, transfer in params]
         metafunc.parametrize("server", params, indirect=True, ids=ids, scope="session")
     elif "own_server" in metafunc.fixturenames:

@@ -19,6 +19,7 @@ from kvdata.edits.rope import Rope
 from kvdata.engines.huggingface import HuggingFaceEngine, to_dynamic_cache
 from kvdata.engines.smollm2 import smollm2_folder
 from kvdata.models.token_scorer import TokenScorer
+from tests.command import kvdata
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -35,8 +36,7 @@ def ingested(server, engine, tmp_path_factory) -> Path:
     windows = Prefixes.from_text(texts, engine.tokenizer, 140, 20)[:2]
     path = tmp_path_factory.mktemp("ingest") / "prefixes.jsonl"
     windows.to_jsonl(path)
-    command = ["ingest", str(path), "--model", "smollm2", "--url", server.url, "--http-url", server.http_url]
-    done = subprocess.run([sys.executable, "-m", "kvdata", *command], capture_output=True, text=True, timeout=110)
+    done = kvdata("ingest", str(path), "--model", "smollm2", "--url", server.url, "--http-url", server.http_url)
     assert done.returncode == 0, done.stderr
     return path
 
@@ -86,6 +86,7 @@ def test_later_clients_of_the_embedded_server_need_the_name_alone(server, engine
         assert ctx.lookup(Prefixes.from_jsonl(ingested)[0].tokens) == 128
 
 
+@pytest.mark.once
 def test_the_readmes_training_code_runs(server, ingested, tmp_path):
     readme = (EXAMPLES.parent / "README.md").read_text()
     code = re.search(r"## Train on a running server\n\n```python\n(.*?)```", readme, re.DOTALL)[1]
@@ -105,6 +106,7 @@ def test_the_readmes_training_code_runs(server, ingested, tmp_path):
     assert TokenScorer.load(tmp_path / "token-scorer.pt").num_layers == 30
 
 
+@pytest.mark.once
 def test_the_edit_example_stores_a_smaller_cache(server, engine, ingested):
     model = str(smollm2_folder())
     command = [sys.executable, str(EXAMPLES / "kv_edit.py"), str(ingested), model, server.url, server.http_url]

@@ -11,15 +11,10 @@ from pathlib import Path
 import pytest
 
 from kvdata import Prefixes, __version__
+from tests.command import kvdata
 from tests.unit.conftest import LAYOUT, fresh_tokens, random_kv
 
 STEPS = ("HTTP", "version", "mode", "ZMQ", "model", "layout", "packing", "memory")
-
-
-def kvdata(*arguments: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "kvdata", *arguments], capture_output=True, text=True, timeout=timeout, check=False
-    )
 
 
 @pytest.fixture
@@ -44,7 +39,11 @@ def test_help_lists_every_command_and_each_explains_itself():
         options = re.findall(r"--[a-z-]+", shown.stdout)
         assert len(options) > 1
         assert len(shown.stdout.splitlines()) > 5
-    assert kvdata("--version").stdout.strip() == __version__
+
+
+def test_the_package_is_the_command():
+    shown = subprocess.run([sys.executable, "-m", "kvdata", "--version"], capture_output=True, text=True, timeout=60)
+    assert (shown.returncode, shown.stdout.strip()) == (0, __version__)
 
 
 def test_wrong_usage_is_2_and_failure_is_1():

@@ -42,6 +42,8 @@ from kvdata.errors import (
     UnsupportedSnapshot,
 )
 from kvdata.server import EmbeddedServer
+from tests.command import Finished
+from tests.command import kvdata as kvdata_command
 from tests.unit.conftest import LAYOUT, fresh_tokens, random_kv
 
 CHUNK_BYTES = 32 * LAYOUT.token_bytes
@@ -519,10 +521,9 @@ def test_the_command(embedded, live, tmp_path):
     prefixes = tmp_path / "prefixes.jsonl"
     Prefixes([*live.prefixes, *Prefixes.of([absent])], LAYOUT, live.connection.model_name).to_jsonl(prefixes)
 
-    def run(*options: str) -> subprocess.CompletedProcess[str]:
+    def run(*options: str) -> Finished:
         where = ("--url", embedded.url, "--http-url", embedded.http_url)
-        command = [sys.executable, "-m", "kvdata", "snapshot", str(prefixes), str(tmp_path / "s"), *where, *options]
-        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        return kvdata_command("snapshot", str(prefixes), str(tmp_path / "s"), *where, *options)
 
     strict = run()
     assert strict.returncode == 3
