@@ -31,8 +31,8 @@ from torch.utils.data import DataLoader
 from kvdata import Connection, KVCacheDataset, Prefixes, PrefixRecord, collate, worker_init_fn
 from kvdata.client.counters import counters
 from kvdata.datasets import Manifest
-from kvdata.edits.functions import weights_revision
-from kvdata.edits.policies import KeyDiff, KeyNorm, Learned, Oracle, Policy, Random, Recency
+from kvdata.edits.functions import learned_policy, weights_revision
+from kvdata.edits.policies import KeyDiff, KeyNorm, Oracle, Policy, Random, Recency
 from kvdata.edits.rope import Rope
 from kvdata.engines.huggingface import HuggingFaceEngine, fast_dtype
 from kvdata.engines.smollm2 import smollm2_folder
@@ -109,8 +109,7 @@ def run(options: argparse.Namespace, url: str, http_url: str) -> None:
 
     _step("compression: every policy's caches go back into the server")
     policies: list[tuple[Policy, str]] = [(p, "r1") for p in (Random(), Recency(), KeyNorm(), KeyDiff(), Oracle())]
-    learned = Learned(scorer.eval())
-    policies.insert(4, (learned, weights_revision(scorer)))
+    policies.insert(4, learned_policy(scorer.eval(), weights_revision(scorer)))
     source = KVCacheDataset(held_out, connection=connection)
     manifest = out / "manifest.jsonl"
     writer = compress(engine, source, policies, manifest)

@@ -13,7 +13,8 @@ import lightning as L
 from torch import Tensor
 
 from kvdata.datasets import KVBatch
-from kvdata.edits.policies import Learned, Policy, Source, apply_policy_at
+from kvdata.edits.functions import learned_policy
+from kvdata.edits.policies import Policy, Source, apply_policy_at
 from kvdata.edits.rope import Rope
 from kvdata.engines.huggingface import HuggingFaceEngine, attention_target
 from kvdata.lightning import CacheWrite
@@ -116,7 +117,7 @@ class TokenDropping(Recipe):
         return self.scorer.signals(batch.kv).transpose(0, 1)
 
     def predict_step(self, batch: KVBatch, batch_index: int) -> list[CacheWrite]:
-        policies = [(Learned(self.scorer), self.revision)]
+        policies = [learned_policy(self.scorer, self.revision)]
         return compress(batch, policies, self.keeps, self.scorer.rope, self.scorer.num_kv_heads)
 
 

@@ -272,10 +272,24 @@ def learned(
 
 
 def scorer_policy(path: str | Path, config: Mapping[str, Any], name: str = "learned") -> tuple[policies.Learned, str]:
-    """The policy of a file of `TokenScorer.save`, and `weights_revision` of it; arguments and errors as `learned`."""
+    """`learned_policy` of a file of `TokenScorer.save`; arguments and errors as `learned`."""
     scorer = TokenScorer.load(path)
     _check_model(scorer, config, path)
-    return policies.Learned(scorer, name), weights_revision(scorer)
+    return learned_policy(scorer, weights_revision(scorer), name)
+
+
+def learned_policy(
+    scorer: TokenScorer, weights: str, name: str = "learned", refit: bool = True
+) -> tuple[policies.Learned, str]:
+    """A scorer's policy and the revision of what it makes.
+
+    Args:
+        weights: the scorer's `weights_revision`.
+        refit: fit the kept tokens' values, for the queries that the scorer predicts, to what the whole cache says.
+    """
+    if not refit:
+        return policies.Learned(scorer, name), weights
+    return policies.Learned(scorer, name, policies.ValueRefit(scorer.queries, scorer.rope)), f"{weights}.refit"
 
 
 def autoencoder(path: str | Path, config: Mapping[str, Any], revision: str | None = None) -> Edit:

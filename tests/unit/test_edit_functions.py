@@ -221,11 +221,19 @@ def test_a_checkpoints_revision_is_its_weights(tmp_path):
     first, again = (functions.learned(saved_scorer(tmp_path / name), CONFIG) for name in ("a.pt", "b.pt"))
     other = functions.learned(saved_scorer(tmp_path / "c.pt", seed=1), CONFIG)
     assert first.revision == again.revision != other.revision
-    assert len(first.revision) == 8
+    scorer = TokenScorer.load(tmp_path / "a.pt")
+    assert first.revision == f"{weights_revision(scorer)}.refit"
     assert functions.learned(tmp_path / "a.pt", CONFIG, revision="mine").revision == "mine"
     tokens, kv = fresh_tokens(4 * CHUNK), random_kv(4 * CHUNK)
-    want, _ = apply_policy(policies.Learned(TokenScorer.load(tmp_path / "a.pt")), kv, 2 * CHUNK, ROPE, 2)
-    assert torch.equal(first.derive(kv, tokens, CHUNK, "")[0], want)
+    policy, revision = functions.learned_policy(scorer, "w")
+    want, _ = apply_policy(policy, kv, 2 * CHUNK, ROPE, 2)
+    found = first.derive(kv, tokens, CHUNK, "")[0]
+    assert torch.equal(found, want)
+    plain, plain_revision = functions.learned_policy(scorer, "w", refit=False)
+    dropped, _ = apply_policy(plain, kv, 2 * CHUNK, ROPE, 2)
+    assert (revision, plain_revision) == ("w.refit", "w")
+    assert torch.equal(found[0], dropped[0])  # the same keys
+    assert not torch.equal(found[1], dropped[1])
 
 
 def test_an_autoencoder_keeps_every_token(tmp_path):

@@ -19,10 +19,11 @@ from kvdata.edits.policies import (
     SnapKVQuestion,
     Source,
     ValueNorm,
+    ValueRefit,
     apply_policy,
 )
-from kvdata.edits.policies.compaction import refit
 from kvdata.edits.policies.queries import QueryPolicy, redundancy
+from kvdata.edits.policies.refit import refit
 from kvdata.edits.rope import Rope
 from kvdata.edits.selection import compact, gather, select
 from kvdata.errors import GeometryMismatch, InvalidRequest
@@ -269,6 +270,22 @@ def test_compaction_keeps_what_reference_queries_attend_to(kv: torch.Tensor) -> 
     assert (policy.scores(kv, HEADS, SOURCE)[:, 1].argmax(-1) == 21).all()
     kept = torch.arange(20).expand(LAYERS, HEADS, -1)
     assert torch.equal(policy.merge(kv, kept, SOURCE)[0], gather(kv, kept)[0])
+
+
+def test_a_refit_for_predicted_queries_is_that_of_compaction(kv: torch.Tensor) -> None:
+    """The same queries, the same choice, the same values: only who knows the queries differs."""
+
+    def predicted(caches: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        assert torch.equal(caches[0], kv)
+        return QUERIES[:, None, :, tokens]
+
+    compaction = Compaction(ROPE, references=24)
+    expected, kept = apply_policy(compaction, kv, 30, ROPE, HEADS, SOURCE, window=8)
+    scores = compaction.scores(kv, HEADS, SOURCE)[None]
+    policy = Learned(lambda caches: scores, refit=ValueRefit(predicted, ROPE, 24))
+    found, chosen = apply_policy(policy, kv, 30, ROPE, HEADS, window=8)
+    assert torch.equal(chosen, kept)
+    assert torch.equal(found, expected)
 
 
 def test_refit_is_ridge_regression_towards_the_old_values() -> None:

@@ -6,6 +6,7 @@ from kvdata.edits.policies.base import Policy, Sees, Source, apply_policy, apply
 from kvdata.edits.policies.cache import KeyDiff, KeyNorm, Learned, Oracle, Random, Recency, ValueNorm
 from kvdata.edits.policies.compaction import Compaction
 from kvdata.edits.policies.queries import RKV, TOVA, ExpectedAttention, QueryPolicy, SnapKV, SnapKVQuestion
+from kvdata.edits.policies.refit import ValueRefit
 from kvdata.edits.rope import Rope
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "SnapKVQuestion",
     "Source",
     "ValueNorm",
+    "ValueRefit",
     "apply_policy",
     "apply_policy_at",
 ]

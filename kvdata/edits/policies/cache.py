@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvdata.edits.policies.base import Policy, Sees, Source, need
+from kvdata.edits.policies.refit import ValueRefit
 from kvdata.edits.selection import split_heads
 from kvdata.errors import InvalidRequest
 
@@ -75,15 +76,24 @@ class ValueNorm(Policy):
 
 @dataclass(frozen=True)
 class Learned(Policy):
-    """Any trained scorer: a callable ``[1, 2, L, T, D] -> [1, L, H, T]``, e.g. a `TokenScorer`."""
+    """Any trained scorer: a callable ``[1, 2, L, T, D] -> [1, L, H, T]``, e.g. a `TokenScorer`.
+
+    Args:
+        scorer: scores a cache.
+        refit: makes the kept tokens' values speak for those that are dropped; None keeps them as they are.
+    """
 
     scorer: Callable[[Tensor], Tensor]
     name: str = "learned"
+    refit: ValueRefit | None = None
     trained: ClassVar[bool] = True
 
     def scores(self, kv: Tensor, num_kv_heads: int, source: Source) -> Tensor:
         with torch.inference_mode():
             return self.scorer(kv.unsqueeze(0))[0].float()
+
+    def merge(self, kv: Tensor, kept: Tensor, source: Source) -> Tensor:
+        return super().merge(kv, kept, source) if self.refit is None else self.refit(kv, kept)
 
 
 @dataclass(frozen=True)
