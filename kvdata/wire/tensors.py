@@ -8,9 +8,8 @@ tensor exists.
 from __future__ import annotations
 
 import io
+import math
 import pickle
-import pickletools
-import warnings
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
@@ -18,20 +17,12 @@ from typing import Any
 import torch
 
 from kvdata.errors import UnsafePayload
+from kvdata.wire.pickles import PLAIN, check_opcodes
+from kvdata.wire.storages import HEADER_BYTES, Storage, read_storage
 
-# A serialised storage is its bytes plus a header of a few hundred; anything much larger is not what we asked for.
-_HEADER_ALLOWANCE = 4096
-
-# All that a pickled list of tensors consists of. The others are refused before anything is unpickled: some make
-# pickle allocate what a length or an index in the payload says (BYTEARRAY8, a PUT far beyond the memo).
-_OPCODES = frozenset(
-    """
-    PROTO FRAME STOP MARK MEMOIZE BINPUT LONG_BINPUT BINGET LONG_BINGET EMPTY_LIST APPEND APPENDS EMPTY_TUPLE
-    TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_DICT NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINUNICODE
-    SHORT_BINUNICODE BINBYTES SHORT_BINBYTES BINBYTES8 GLOBAL STACK_GLOBAL REDUCE
-    """.split()  # noqa: SIM905 - a list of strings would take forty lines
-)
-_MEMO_LIMIT = 1 << 20
+_IN_PAYLOAD = PLAIN | {"REDUCE"}
+_OPCODES_PER_TENSOR = 64  # a tensor takes 45 at most
+_SHOWN = 80  # characters of what a stranger sent
 
 
 def dumps(chunks: Sequence[torch.Tensor]) -> bytes:
@@ -45,12 +36,12 @@ def loads(data: bytes, dtype: torch.dtype, numel: int, count: int) -> list[torch
     Raises `UnsafePayload` when the payload names any global besides torch's tensor rebuilding, or holds
     anything but contiguous plain CPU tensors of the expected number, dtype and size.
     """
-    limit = count * (numel * dtype.itemsize + _HEADER_ALLOWANCE) + _HEADER_ALLOWANCE
+    limit = count * (numel * dtype.itemsize + HEADER_BYTES) + HEADER_BYTES
     if len(data) > limit:
         raise UnsafePayload(f"payload of {len(data)} bytes where at most {limit} can be expected")
     try:
-        _check_opcodes(data)
-        chunks = _Unpickler(io.BytesIO(data), dtype, numel).load()
+        check_opcodes(data, _IN_PAYLOAD, _OPCODES_PER_TENSOR * (count + 1))
+        chunks = _Unpickler(io.BytesIO(data), dtype, numel, count).load()
     except UnsafePayload:
         raise
     except Exception as exc:  # a hostile or broken pickle can raise anything
@@ -60,17 +51,12 @@ def loads(data: bytes, dtype: torch.dtype, numel: int, count: int) -> list[torch
     return chunks
 
 
-def _check_opcodes(data: bytes) -> None:
-    for opcode, argument, _ in pickletools.genops(data):
-        if opcode.name not in _OPCODES or (opcode.name == "LONG_BINPUT" and int(argument or 0) > _MEMO_LIMIT):
-            raise UnsafePayload(f"payload uses the pickle opcode {opcode.name}; a list of tensors does not")
-
-
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, dtype: torch.dtype, numel: int) -> None:
+    def __init__(self, file: io.BytesIO, dtype: torch.dtype, numel: int, count: int) -> None:
         super().__init__(file)
         self._dtype = dtype
         self._numel = numel
+        self._left = count  # storages that may still come: the same bytes can be asked for again and again
 
     def find_class(self, module: str, name: str) -> Any:
         match module, name:
@@ -80,37 +66,21 @@ class _Unpickler(pickle.Unpickler):
                 return self._rebuild_tensor
             case "collections", "OrderedDict":
                 return OrderedDict
-        raise UnsafePayload(f"payload asks for {module}.{name}; only plain tensors are admitted")
+        raise UnsafePayload(f"payload asks for {f'{module}.{name}'[:_SHOWN]!r}; only plain tensors are admitted")
 
-    def _load_storage(self, data: bytes) -> torch.storage.TypedStorage:
-        if not isinstance(data, bytes) or len(data) > self._numel * self._dtype.itemsize + _HEADER_ALLOWANCE:
-            raise UnsafePayload("payload holds a storage larger than a chunk")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch announces the end of TypedStorage on each use
-            storage = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        if not isinstance(storage, torch.storage.TypedStorage):
-            raise UnsafePayload("payload holds something else where a storage belongs")
-        return storage
+    def _load_storage(self, data: object) -> Storage:
+        self._left -= 1
+        if self._left < 0:
+            raise UnsafePayload("payload holds more storages than chunks")
+        return read_storage(data, self._dtype, self._numel)
 
     def _rebuild_tensor(
         self, storage: Any, offset: Any, size: Any, stride: Any, requires_grad: Any, *_hooks: Any
     ) -> torch.Tensor:
-        if not isinstance(storage, torch.storage.TypedStorage) or type(offset) is not int:
+        plain = type(storage) is Storage and type(offset) is int and offset == 0 and requires_grad is False
+        if not plain or type(size) is not tuple or any(type(length) is not int or length < 1 for length in size):
             raise UnsafePayload("payload holds a malformed tensor")
-        plain = torch.empty(0, dtype=self._dtype)
-        numel = 1
-        for length in size:
-            if type(length) is not int or length < 1:
-                raise UnsafePayload("payload holds a tensor of impossible size")
-            numel *= length
-        contiguous = torch.empty(tuple(size), device="meta").stride() if numel == self._numel else None
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            untyped: torch.UntypedStorage = storage._untyped_storage
-            fits = offset == 0 and storage.dtype == self._dtype
-        fits = fits and untyped.nbytes() == self._numel * self._dtype.itemsize
-        if not fits or contiguous != tuple(stride) or requires_grad:
-            raise UnsafePayload(
-                f"payload holds a tensor of {tuple(size)} that is not {self._numel} elements of {self._dtype}"
-            )
-        return plain.set_(untyped, 0, tuple(size), tuple(stride))
+        if math.prod(size) != self._numel or stride != torch.empty(size, device="meta").stride():
+            raise UnsafePayload(f"payload holds a tensor that is not {self._numel} contiguous elements of its storage")
+        elements: torch.Tensor = storage.elements
+        return elements.view(size)
