@@ -26,7 +26,7 @@ from kvdata.errors import (
     ServerUnreachable,
     UnsupportedServer,
 )
-from kvdata.wire.messages import ACK, CANCEL, SUBSCRIBE, KVEventBatch, operation_numbers
+from kvdata.wire.messages import ACK, CANCEL, SUBSCRIBE, KVEventBatch, decode, operation_numbers
 
 log = logging.getLogger("kvdata")
 
@@ -211,9 +211,9 @@ class _Subscription:
         if len(frames) < 3:
             raise ConnectionLost(f"the server at {self._url} ended the stream, as it does with a silent subscriber")
         try:
-            batch = msgspec.msgpack.decode(frames[2], type=KVEventBatch)
-        except msgspec.MsgspecError as exc:
-            raise ProtocolError(f"{SUBSCRIBE}: {self._url} sent a batch that does not decode: {exc}") from exc
+            batch = decode(frames[2], KVEventBatch)
+        except ProtocolError as exc:
+            raise ProtocolError(f"{SUBSCRIBE}: {self._url} sent a batch that is none: {exc}") from exc
         self._send([self._uid, b"", ACK])  # now, so that the next one is on its way meanwhile
         return batch
 

@@ -44,7 +44,7 @@ class Lease:
     span: range = range(0)
     asked: set[int] = field(default_factory=set)
     gone: set[int] = field(default_factory=set)
-    workers: list[list[torch.Tensor]] = field(default_factory=list)
+    workers: list[list[torch.Tensor]] = field(repr=False, default_factory=list)
 
     @property
     def hit(self) -> int:

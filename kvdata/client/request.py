@@ -6,7 +6,7 @@ import itertools
 import secrets
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import msgspec
@@ -28,7 +28,7 @@ class Request:
     world_size: int
     salt: str
     chunk_size: int
-    ids: list[int]
+    ids: list[int] = field(repr=False)
     request_id: str
 
     @classmethod

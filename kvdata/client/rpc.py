@@ -20,7 +20,7 @@ import msgspec
 import zmq
 
 from kvdata.errors import ConnectionLost, InvalidRequest, ProtocolError, ServerTimeout, ServerUnreachable
-from kvdata.wire.messages import NEWEST, Release, operation_numbers
+from kvdata.wire.messages import NEWEST, Release, decode, operation_numbers
 
 T = TypeVar("T")
 Call: TypeAlias = tuple[str, tuple[Any, ...]]
@@ -103,9 +103,9 @@ class Rpc:
         with self._alone(calls[0][0], deadline):
             frames = self._exchange(calls, deadline)
         try:
-            return [None if frame is None else msgspec.msgpack.decode(frame, type=result) for frame in frames]
-        except msgspec.MsgspecError as exc:
-            raise ProtocolError(f"{calls[0][0]}: {self.url} sent an answer that does not decode: {exc}") from exc
+            return [None if frame is None else decode(frame, result) for frame in frames]
+        except ProtocolError as exc:
+            raise ProtocolError(f"{calls[0][0]}: {self.url} sent an answer that is none: {exc}") from exc
 
     def post(self, calls: Sequence[Call], then: Sequence[Call] = ()) -> None:
         """Send requests without waiting for their replies, and ``then`` others once all of them are answered.

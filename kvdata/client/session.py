@@ -277,7 +277,7 @@ class Session:
                 self.pool = MappedPool(reply.shm_name, reply.pool_size, self.connection.prefault)
             except (OSError, ValueError) as exc:
                 raise PoolNotMappable(
-                    f"the server keeps its cache in shared memory {reply.shm_name!r}, which cannot be opened: {exc}. "
+                    f"the server keeps its cache in shared memory, which cannot be opened: {exc}. "
                     "Run on the same host as the same user (containers: --ipc=host), or start the server without "
                     "--shm-name"
                 ) from exc

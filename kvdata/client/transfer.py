@@ -86,9 +86,8 @@ def _write_slots(
         return 0  # never commit after an empty answer: it could publish another writer's buffer
     reserved = [start + index for index in reply.context.chunk_indices]
     try:
+        _check_reserved(reserved, len(reply.context.slots), missing)
         slots = _map_slots(session, reply.context.slots)
-        if len(set(reserved)) != len(slots) or not set(reserved) <= set(missing):
-            raise ProtocolError(f"prepare_store answered {len(slots)} slots for the chunks {reserved}")
         copy_all(
             pair
             for index, slot in zip(reserved, slots, strict=True)
@@ -97,11 +96,19 @@ def _write_slots(
         check_pool(session, "store")
         done = session.call("commit_store", key, session.instance_id, b"", result=bool, deadline=deadline)
     except BaseException:
-        session.abort(request, [i for i in reserved if i in missing], worker)
+        session.abort(request, sorted({*reserved} & {*missing}), worker)
         raise
     if not done:
         raise StoreFailed(f"the server refused to commit {len(slots)} chunks of {request.model_name}; store again")
     return len(slots)
+
+
+def _check_reserved(reserved: list[int], slots: int, missing: list[int]) -> None:
+    if slots != len(reserved) or len({*reserved}) != slots or not {*reserved} <= {*missing}:
+        raise ProtocolError(
+            f"prepare_store answered {slots} slots and {len(reserved)} chunk numbers; each must have one, and be among "
+            f"the {len(missing)} chunks that were asked for, once"
+        )
 
 
 def _write_pickle(

@@ -12,12 +12,12 @@ and whoever retrieves the prefix finds out.
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from kvdata.errors import InvalidRequest, ProtocolError
-from kvdata.wire.keys import NONE_HASH, chunk_hash
+from kvdata.wire.keys import NONE_HASH, chunk_hash, packed
 from kvdata.wire.messages import KVEvent, KVEventBatch
 
 _REMEMBERED = 1_000_000  # prefixes given out that are not given out again, about 100 MB
@@ -54,7 +54,7 @@ class ChainCounts:
 @dataclass(slots=True)
 class _Chunk:
     parent: bytes
-    encoded: bytes  # token ids, 4-byte big-endian unsigned as they are hashed
+    encoded: bytes = field(repr=False)  # token ids, 4-byte big-endian unsigned as they are hashed
     length: int = 0  # tokens of the prefix that ends here; 0 while an ancestor is unknown
 
 
@@ -87,7 +87,7 @@ class Chains:
     def add(self, batch: KVEventBatch, now: float) -> None:
         """Take in a batch that came at ``now`` (seconds of any clock that does not go back).
 
-        Raises `ProtocolError` for a ``stored`` event that is not about one chunk.
+        Raises `ProtocolError` for a ``stored`` event that is not about one chunk, or of ids that are none.
         """
         if batch.incarnation != self._incarnation:
             self.counts.incarnations += self._incarnation is not None
@@ -144,7 +144,10 @@ class Chains:
             self._seen_again(digest, now)
             return
         parent = event.parent_block_hash or NONE_HASH
-        encoded = np.asarray(event.token_ids, dtype=">u4").tobytes()
+        try:
+            encoded = packed(event.token_ids)
+        except InvalidRequest as exc:
+            raise ProtocolError(f"a 'stored' event is wrong: {exc}") from exc
         if chunk_hash(parent, encoded) != digest:
             self.counts.unrooted += 1
             return

@@ -6,7 +6,7 @@ Axes: ``B`` batch, ``2`` K/V, ``L`` layers, ``T`` longest prefix, ``D`` hidden, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -33,13 +33,13 @@ class KVBatch:
         meta: each sample's labels.
     """
 
-    kv: torch.Tensor
-    tokens: torch.Tensor
+    kv: torch.Tensor = field(repr=False)
+    tokens: torch.Tensor = field(repr=False)
     mask: torch.Tensor
     lengths: torch.Tensor
     start: torch.Tensor
     index: torch.Tensor
-    continuation: torch.Tensor
+    continuation: torch.Tensor = field(repr=False)
     continuation_mask: torch.Tensor
     salts: list[str]
     meta: list[dict[str, Any]]

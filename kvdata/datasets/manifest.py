@@ -30,7 +30,7 @@ class Written:
 
     source: str
     source_tokens: int
-    tokens: list[int]
+    tokens: list[int] = field(repr=False)
     salt: str
     policy: str
     revision: str

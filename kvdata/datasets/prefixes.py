@@ -28,8 +28,8 @@ class Tokenizer(Protocol):
 class PrefixRecord:
     """One prefix: its token ids, the true continuation, its salt (None: the dataset's), free labels."""
 
-    tokens: np.ndarray
-    continuation: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    tokens: np.ndarray = field(repr=False)
+    continuation: np.ndarray = field(repr=False, default_factory=lambda: np.empty(0, np.int64))
     salt: str | None = None
     meta: dict[str, Any] = field(default_factory=dict)
 

@@ -9,7 +9,7 @@ Axes: ``...`` any, ``C`` the axis in groups, ``G = ceil(C / group)`` groups.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -32,9 +32,9 @@ class Quantized:
         dtype: of the tensor that was quantised, and of what `dequantize` gives back.
     """
 
-    codes: Tensor
-    scale: Tensor
-    minimum: Tensor
+    codes: Tensor = field(repr=False)
+    scale: Tensor = field(repr=False)
+    minimum: Tensor = field(repr=False)
     bits: int
     group: int
     dtype: torch.dtype

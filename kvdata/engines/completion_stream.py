@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -10,6 +11,8 @@ from kvdata.errors import ConnectionLost, ProtocolError, ServerError
 from kvdata.sdk.stream import TokenEvent
 
 _PREFIX = "token_id:"
+_NUMBERS = re.compile(r"\[\s*-?[\d.]+\s*(,\s*-?[\d.]+\s*)*,?\s*(\]|\.\.\.|$)")
+_SHOWN = 300  # characters
 
 
 class Tokenizer(Protocol):
@@ -56,9 +59,9 @@ class Answer:
         try:
             chunk = json.loads(data)
         except ValueError as exc:
-            raise ProtocolError(f"{self.url} sent an event that is not JSON: {data[:200]!r}") from exc
+            raise ProtocolError(f"{self.url} sent an event of {len(data)} characters that is not JSON") from exc
         if not isinstance(chunk, dict):
-            raise ProtocolError(f"{self.url} sent an event that is not an object: {data[:200]!r}")
+            raise ProtocolError(f"{self.url} sent an event of {len(data)} characters that is not an object")
         if chunk.get("error") or chunk.get("object") == "error":
             raise ServerError(f"{self.url}: the engine failed after {self.tokens} tokens: {message(chunk)}")
         choices: list[dict[str, Any]] = chunk.get("choices") or []
@@ -103,6 +106,11 @@ def _logprobs(choice: Mapping[str, Any]) -> list[float]:
 
 
 def message(answer: Any) -> str:
-    """What a server's error object says."""
+    """What a server's error object says, as `shown`."""
     error = answer.get("error", answer) if isinstance(answer, dict) else answer
-    return str(error.get("message", error) if isinstance(error, dict) else error)
+    return shown(str(error.get("message", error) if isinstance(error, dict) else error))
+
+
+def shown(said: str) -> str:
+    """The beginning of what a server said, without lists of numbers: its validators repeat the prompt they refuse."""
+    return _NUMBERS.sub("[...]", said)[:_SHOWN]

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -59,9 +59,9 @@ class AttentionInputs:
         scale: of the products of queries and keys; None: ``head_dim ** -0.5``.
     """
 
-    queries: Tensor
-    keys: Tensor
-    values: Tensor
+    queries: Tensor = field(repr=False)
+    keys: Tensor = field(repr=False)
+    values: Tensor = field(repr=False)
     scale: float | None
 
 

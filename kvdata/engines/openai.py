@@ -14,7 +14,7 @@ try:
 except ImportError as missing:
     raise ImportError("kvdata.engines.openai needs tenacity: pip install 'kvdata[train]'") from missing
 
-from kvdata.engines.completion_stream import Answer, Tokenizer, message
+from kvdata.engines.completion_stream import Answer, Tokenizer, message, shown
 from kvdata.errors import (
     ConnectionLost,
     InvalidRequest,
@@ -178,6 +178,6 @@ def _refusal(response: httpx.Response, url: str) -> KVCacheSDKError:
     try:
         said = message(response.json())
     except ValueError:
-        said = response.text[:300]
+        said = shown(response.text)
     kind = InvalidRequest if response.status_code in _CALLERS_FAULT else ServerError
     return kind(f"{url} answered {response.status_code}: {said}")

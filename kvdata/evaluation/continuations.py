@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ class Continuation:
     """
 
     kind: str
-    ids: Tensor
+    ids: Tensor = field(repr=False)
     cue: int
 
 

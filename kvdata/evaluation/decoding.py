@@ -53,11 +53,11 @@ class Arm:
     name: str
     prefill: Metrics
     modify: Metrics | None
-    requests: list[Address]
+    requests: list[Address] = field(repr=False)
     expected_chunks: int
     decodes: list[Metrics] = field(default_factory=list)
-    continuations: list[list[int]] = field(default_factory=list)
-    texts: list[str] = field(default_factory=list)
+    continuations: list[list[int]] = field(repr=False, default_factory=list)
+    texts: list[str] = field(repr=False, default_factory=list)
     read_chunks: list[int] = field(default_factory=list)
 
     @property

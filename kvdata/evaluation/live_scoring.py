@@ -8,7 +8,7 @@ reading the cache. An engine puts what follows right behind the address's ids, a
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from statistics import fmean
 from typing import Any
 
@@ -208,7 +208,7 @@ class _Edit:
 
     method: Method
     keep: float
-    subjects: Mapping[tuple[int, ...], Subject]
+    subjects: Mapping[tuple[int, ...], Subject] = field(repr=False)
 
     def derive(
         self, kv: Tensor, tokens: Sequence[int], chunk_size: int, cache_salt: str

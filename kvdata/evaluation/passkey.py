@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -48,9 +48,9 @@ class Prompt:
 
     number: int
     depth: float
-    tokens: Tensor
-    question: Tensor
-    answer: Tensor
+    tokens: Tensor = field(repr=False)
+    question: Tensor = field(repr=False)
+    answer: Tensor = field(repr=False)
 
 
 def passkey_prompts(tokenizer: Tokenizer, tokens: int, repetitions: int) -> Iterator[Prompt]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
@@ -56,8 +56,8 @@ class Stored:
     """
 
     job: Job
-    kv: Tensor
-    tokens: list[int]
+    kv: Tensor = field(repr=False)
+    tokens: list[int] = field(repr=False)
     salt: str
     seconds: dict[str, float]
 

@@ -74,7 +74,7 @@ class CacheStore:
         if found is None or not whole or _digest(found) != digest:
             raise StoreFailed(
                 f"the server holds {'other content' if whole else 'not all of it'} where {len(tokens)} tokens were "
-                f"stored under salt {salt!r} (the first: {list(tokens[:4])}); was it evicted (give the server more "
+                f"stored under salt {salt!r}; was it evicted (give the server more "
                 "memory) or changed by another client?"
             )
         self._counts.verified += 1

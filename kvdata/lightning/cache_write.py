@@ -24,8 +24,8 @@ class CacheWrite:
         meta: labels for the manifest.
     """
 
-    kv: torch.Tensor
-    source_tokens: Sequence[int]
+    kv: torch.Tensor = field(repr=False)
+    source_tokens: Sequence[int] = field(repr=False)
     policy: str
     revision: str = "r1"
     prefix: str = ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -62,8 +61,11 @@ def _content(path: str | Path, kind: str, version: int) -> dict[str, Any]:
     """The content of a module's file, or of a Lightning checkpoint that carries it; tensors on the CPU."""
     try:
         data: Any = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as exc:
-        raise InvalidRequest(f"{path} is no file of a trained module: {exc}") from exc
+    except OSError:
+        raise
+    except Exception as exc:  # a damaged or hostile file can raise anything
+        # Not with PyTorch's message, which advises to run what is in the file.
+        raise InvalidRequest(f"{path} is no file of a trained module ({type(exc).__name__})") from exc
     if isinstance(data, Mapping):
         data = data.get(CHECKPOINT_KEY, data)
     found = (data.get("kind"), data.get("version")) if isinstance(data, Mapping) else (None, None)

@@ -11,7 +11,7 @@ cache of the old size, rotated again: the saving is what `encode` returns.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -35,8 +35,8 @@ class Latents:
         length: T.
     """
 
-    parts: list[Tensor | Quantized]
-    exact: Tensor
+    parts: list[Tensor | Quantized] = field(repr=False)
+    exact: Tensor = field(repr=False)
     length: int
 
     @property

@@ -31,11 +31,7 @@ def token_list(tokens: Tokens) -> list[int]:
     if isinstance(tokens, torch.Tensor):
         tokens = tokens.detach().cpu().numpy()
     if not isinstance(tokens, np.ndarray):
-        if isinstance(tokens, (str, bytes)) or {bool, np.bool_} & set(map(type, tokens)):  # numpy takes True for 1
-            raise InvalidRequest("token ids must be integers")
-        if len(tokens) == 0:
-            return []
-        tokens = np.asarray(tokens)
+        tokens = _array(tokens)
     if tokens.ndim != 1:
         raise InvalidRequest(f"token ids must be one-dimensional, got shape {tokens.shape}")
     if tokens.size == 0:
@@ -48,26 +44,57 @@ def token_list(tokens: Tokens) -> list[int]:
     return ids
 
 
+def _array(tokens: Sequence[int]) -> np.ndarray:
+    if isinstance(tokens, (str, bytes)):
+        raise InvalidRequest("token ids must be integers")
+    try:
+        has_bools = bool({bool, np.bool_} & set(map(type, tokens)))  # numpy takes True for 1
+        found = np.asarray(tokens) if len(tokens) else np.empty(0, np.int64)
+    except (TypeError, ValueError) as exc:  # no sequence, or rows of different lengths
+        raise InvalidRequest("token ids must be a one-dimensional sequence of integers") from exc
+    if has_bools:
+        raise InvalidRequest("token ids must be integers, got bools")
+    return found
+
+
 def check_salt(salt: str) -> None:
     """Raise `InvalidRequest` for a salt that a server would answer with silence."""
     if not isinstance(salt, str):
         raise InvalidRequest(f"cache_salt must be a string, got {type(salt).__name__}")
-    if len(salt) > MAX_SALT_CHARACTERS or any(c in _FORBIDDEN_IN_SALT for c in salt):
+    if len(salt) > MAX_SALT_CHARACTERS or any(c in _FORBIDDEN_IN_SALT for c in salt) or not _encodable(salt):
         raise InvalidRequest(
-            f"cache_salt {salt!r} is not allowed: at most {MAX_SALT_CHARACTERS} characters, none of @ / \\ NUL"
+            f"cache_salt {salt[:MAX_SALT_CHARACTERS]!r} is not allowed: at most {MAX_SALT_CHARACTERS} characters, none "
+            "of @ / \\ NUL, no lone surrogate"
         )
 
 
 def check_model_name(name: str) -> None:
     """Raise `InvalidRequest` for a model name that a server would answer with silence."""
-    if not isinstance(name, str) or not name or "@" in name:
+    if not isinstance(name, str) or not name or "@" in name or not _encodable(name):
         raise InvalidRequest(f"model_name {name!r} is not allowed: a non-empty string without '@'")
 
 
+def _encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def packed(tokens: Sequence[int]) -> bytes:
+    """Token ids as they are hashed: 4-byte big-endian unsigned. `InvalidRequest` for one that does not fit."""
+    try:
+        return np.asarray(tokens, dtype=">u4").tobytes()
+    except OverflowError:
+        # Not "from": numpy's message names the id.
+        raise InvalidRequest("token ids must lie in 0 .. 2**32 - 1") from None
+
+
 def chunk_hashes(tokens: Sequence[int], chunk_size: int) -> list[bytes]:
-    """32-byte hash of each whole chunk of ``tokens``."""
+    """32-byte hash of each whole chunk of ``tokens``; `InvalidRequest` for an id that is none."""
     count = len(tokens) // chunk_size
-    encoded = np.asarray(tokens[: count * chunk_size], dtype=">u4").tobytes()
+    encoded = packed(tokens[: count * chunk_size])
     step = 4 * chunk_size
     hashes: list[bytes] = []
     previous = NONE_HASH

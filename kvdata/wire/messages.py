@@ -12,8 +12,11 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from kvdata.errors import ProtocolError
+
 Release = tuple[int, int, int]
 Ids = TypeVar("Ids")
+T = TypeVar("T")
 
 NEWEST: Release = (0, 5, 6)
 
@@ -60,7 +63,31 @@ def operation_numbers(release: Release) -> dict[str, int]:
     return {name: n for name, n in zip(_OPERATIONS, numbers[-1], strict=True) if n is not None}
 
 
-class Key(msgspec.Struct, Generic[Ids], frozen=True):
+def decode(frame: bytes, kind: type[T]) -> T:
+    """The value of a frame; `ProtocolError` for bytes that are none of that kind, whatever they are."""
+    try:
+        return msgspec.msgpack.decode(frame, type=kind)
+    except (msgspec.MsgspecError, RecursionError) as exc:  # the latter for what is nested a thousand deep
+        raise ProtocolError(f"{len(frame)} bytes do not decode: {exc}") from exc
+
+
+# What a prompt or a cache consists of. It is not for logs, error reports or tracebacks, where reprs end up.
+_PRIVATE = ("token_ids", "data")
+
+
+class Discreet:
+    """Makes a struct's repr tell the type of a private field instead of its content."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        names: tuple[str, ...] = self.__struct_fields__  # type: ignore[attr-defined]
+        fields = ((name, getattr(self, name)) for name in names)
+        shown = (f"{name}={f'<{type(v).__name__}>' if name in _PRIVATE else repr(v)}" for name, v in fields)
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+
+class Key(Discreet, msgspec.Struct, Generic[Ids], frozen=True):
     """Addresses the chunks of a token range: which model, which tokens, which isolation domain (salt).
 
     A client's token ids are `msgspec.Raw`: encoded once for all operations on a sequence.
@@ -149,7 +176,7 @@ class RetrieveContext(msgspec.Struct):
     slots: list[Slot] = []
 
 
-class PreparedRetrieve(msgspec.Struct):
+class PreparedRetrieve(Discreet, msgspec.Struct):
     """Reply to ``prepare_retrieve``; ``data`` is a pickle in pickle mode, else empty."""
 
     success: bool
@@ -164,7 +191,7 @@ MAX_EVENTS = 1024  # the most a server takes for one batch
 ACK, CANCEL = b"ack", b"cancel"  # control frames of a stream: [uid, empty, ACK]; raw bytes, not msgpack
 
 
-class KVEvent(msgspec.Struct, frozen=True):
+class KVEvent(Discreet, msgspec.Struct, frozen=True):
     """A change of the cache: ``stored`` brings one chunk's tokens and its parent's hash, ``removed`` only hashes.
 
     Neither salt nor shard is in it. ``parent_block_hash`` is null for the first chunk of a sequence, and also

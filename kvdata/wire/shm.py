@@ -21,12 +21,16 @@ from kvdata.errors import InvalidRequest, ServerError
 
 SHM_FOLDER = Path("/dev/shm")
 POOL_PREFIX = "lmcache_l1_pool_"
+_SHOWN = 80  # characters of a name in an error
 
 
 def pool_path(name: str) -> Path:
-    """File of a segment; `ValueError` for a name that would leave the folder."""
-    if not re.fullmatch(r"[A-Za-z0-9._-]{1,200}", name) or name in (".", ".."):
-        raise ValueError(f"{name!r} is not a shared-memory name")
+    """File of a segment; `ValueError` for a name that would leave the folder, or is not one of LMCache's.
+
+    All servers' names begin alike: none can make its clients write into other programs' shared memory.
+    """
+    if not re.fullmatch(POOL_PREFIX + r"[A-Za-z0-9._-]{1,200}", name):
+        raise ValueError(f"{name[:_SHOWN]!r} is not the name of a shared-memory pool")
     return SHM_FOLDER / name
 
 
@@ -65,8 +69,9 @@ class MappedPool:
         return (found.st_dev, found.st_ino) == self._identity and found.st_size >= self.size
 
     def view(self, offset: int, length: int, dtype: torch.dtype) -> torch.Tensor:
-        """Flat tensor over ``length`` bytes at ``offset``; `ValueError` when they leave the pool."""
-        if offset < 0 or length <= 0 or offset + length > self.size or length % dtype.itemsize:
+        """Flat tensor over ``length`` bytes at ``offset``; `ValueError` when they leave the pool, or cut an element."""
+        inside = offset >= 0 and 0 < length <= self.size - offset
+        if not inside or length % dtype.itemsize or offset % dtype.itemsize:
             raise ValueError(f"{length} bytes at {offset} do not lie in a pool of {self.size} bytes")
         return torch.frombuffer(self._map, dtype=dtype, count=length // dtype.itemsize, offset=offset)
 

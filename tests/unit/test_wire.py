@@ -20,7 +20,7 @@ from kvdata.errors import InvalidRequest, UnsafePayload
 from kvdata.wire import tensors
 from kvdata.wire.keys import NONE_HASH, check_salt, chunk_hashes, kv_rank, token_list
 from kvdata.wire.messages import NEWEST, CacheKey, operation_numbers, parse_release
-from kvdata.wire.shm import MappedPool, pool_path
+from kvdata.wire.shm import POOL_PREFIX, MappedPool, pool_path
 
 
 def test_chunk_hashes_chain_over_big_endian_tokens():
@@ -44,7 +44,9 @@ def test_token_ids_of_every_kind_become_plain_ints(ids):
         assert all(type(token) is int for token in found)
 
 
-@pytest.mark.parametrize("bad", [[1.0], [True], [None], ["a"], [-1], [2**32], [2**70], [[1]], "12", b"12"])
+@pytest.mark.parametrize(
+    "bad", [[1.0], [True], [None], ["a"], [-1], [2**32], [2**70], [[1]], [[1], [2, 3]], "12", b"12", 5, None, {1}]
+)
 def test_other_token_ids_are_refused(bad):
     with pytest.raises(InvalidRequest):
         token_list(bad)
@@ -53,7 +55,7 @@ def test_other_token_ids_are_refused(bad):
 def test_salts_may_be_128_characters_of_anything_but_separators():
     check_salt("ä" * 128)
     check_salt("a b#c:d,\n")
-    for bad in ("x" * 129, "@", "/", "\\", "\0", 3):
+    for bad in ("x" * 129, "@", "/", "\\", "\0", "\ud800", 3):
         with pytest.raises(InvalidRequest):
             check_salt(bad)
 
@@ -211,25 +213,32 @@ def test_a_payload_larger_than_expected_is_not_even_read():
         tensors.loads(bytes(100_000), torch.float32, 24, 1)
 
 
-@pytest.mark.parametrize("name", ["../etc/passwd", "a/b", "", ".", "..", "x\0y"])
-def test_pool_names_cannot_leave_the_folder(name):
-    with pytest.raises(ValueError, match="not a shared-memory name"):
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("../etc/passwd", "a/b", "", ".", "..", "x\0y", "torch_123", "sem.x", POOL_PREFIX, f"x{POOL_PREFIX}a"),
+        *(POOL_PREFIX + end for end in ("../x", "a/b", "a\0", "a\n", "a" * 201)),
+    ],
+)
+def test_pool_names_are_names_of_pools_and_cannot_leave_the_folder(name):
+    with pytest.raises(ValueError, match="not the name of a shared-memory pool"):
         pool_path(name)
 
 
 def test_a_pool_is_mapped_within_its_bounds_and_knows_its_successor(tmp_path, monkeypatch):
     monkeypatch.setattr("kvdata.wire.shm.SHM_FOLDER", tmp_path)
-    (tmp_path / "pool").write_bytes(bytes(8192))
-    pool = MappedPool("pool", 8192)
+    name = f"{POOL_PREFIX}test"
+    (tmp_path / name).write_bytes(bytes(8192))
+    pool = MappedPool(name, 8192)
     pool.view(4096, 4, torch.float32)[0] = 1.5
-    assert struct.unpack("f", (tmp_path / "pool").read_bytes()[4096:4100]) == (1.5,)
-    for offset, length in ((-1, 4), (8190, 4), (0, 0), (0, -4), (0, 6), (2**62, 4)):
+    assert struct.unpack("f", (tmp_path / name).read_bytes()[4096:4100]) == (1.5,)
+    for offset, length in ((-1, 4), (8190, 4), (0, 0), (0, -4), (0, 6), (2, 4), (2**62, 4), (4, 2**62), (2**70, 2**70)):
         with pytest.raises(ValueError, match="do not lie"):
             pool.view(offset, length, torch.float32)
     assert pool.is_current()
-    (tmp_path / "pool").unlink()
-    (tmp_path / "pool").write_bytes(bytes(8192))
+    (tmp_path / name).unlink()
+    (tmp_path / name).write_bytes(bytes(8192))
     assert not pool.is_current()
     pool.close()
     with pytest.raises(OSError, match="reported"):
-        MappedPool("pool", 9000)
+        MappedPool(name, 9000)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from kvdata.errors import OtherSnapshot, SnapshotDamaged, SnapshotError, Unsuppo
 
 INDEX, PREFIXES = "snapshot.json", "prefixes.jsonl"
 VERSION = 1
+SHARD_NAME = "shard-{:05d}.safetensors"
+_SHARD = re.compile(r"shard-\d{5,9}\.safetensors")  # no other file is read, whoever wrote the index
 
 _IDENTITY = {
     "model_name": "model name",
@@ -92,8 +95,10 @@ class Index(msgspec.Struct):
                     "kvdata, or write the snapshot into another folder"
                 )
             index = msgspec.json.decode(raw, type=cls)
-        except msgspec.DecodeError as exc:
+        except (msgspec.MsgspecError, RecursionError) as exc:
             raise SnapshotDamaged(f"{folder / INDEX} is no index ({exc}); write into another folder") from exc
+        if not all(_SHARD.fullmatch(shard.file) for shard in index.shards):
+            raise SnapshotDamaged(f"{folder / INDEX} lists files that are no shards; write into another folder")
         places = [place for place, _ in index.samples()] + index.skipped
         if len(set(places)) < len(places) or not set(places) <= set(range(index.prefixes)):
             raise SnapshotDamaged(f"{folder / INDEX} lists prefixes twice or beyond its {index.prefixes}")

@@ -17,13 +17,12 @@ from kvdata.datasets.kvcache import KVCacheDataset
 from kvdata.datasets.prefixes import Prefixes
 from kvdata.datasets.sample import Sample
 from kvdata.datasets.snapshot.files import PARTS, claimed, digest, replacing, unchanged
-from kvdata.datasets.snapshot.index import INDEX, PREFIXES, Index, ShardEntry
+from kvdata.datasets.snapshot.index import INDEX, PREFIXES, SHARD_NAME, Index, ShardEntry
 from kvdata.datasets.snapshot.shards import write_shard
 from kvdata.datasets.snapshot.snapshot import SnapshotReport
 from kvdata.errors import InvalidRequest, MissingKV, OtherSnapshot, SnapshotError
 from kvdata.layout import dtype_name, parse_dtype
 
-_SHARD_NAME = "shard-{:05d}.safetensors"
 _BATCH_ROWS = 16  # lookups in flight together
 _BATCHES_PER_SHARD = 4  # a batch is held beside the shard that is being filled
 
@@ -115,7 +114,7 @@ class _Writing:
 
     def _write_shard(self) -> ShardEntry:
         used = {shard.file for shard in self._index.shards}
-        names = (_SHARD_NAME.format(number) for number in range(len(used) + 1))
+        names = (SHARD_NAME.format(number) for number in range(len(used) + 1))
         file = next(name for name in names if name not in used)
         with replacing(self._folder / file) as part:
             write_shard(part, self._filling)
@@ -167,6 +166,6 @@ def _begun(folder: Path, wanted: Index, lines: str) -> Index:
 def _clean(folder: Path, listed: set[str]) -> None:
     """Remove what an interrupted run left: parts, and a shard that was finished but not listed yet."""
     shutil.rmtree(folder / PARTS, ignore_errors=True)
-    for file in folder.glob(_SHARD_NAME.format(0).replace("00000", "*")):
+    for file in folder.glob(SHARD_NAME.format(0).replace("00000", "*")):
         if file.name not in listed:
             file.unlink()

@@ -40,7 +40,7 @@ class Source:
         target: ``[L, H, T]``, the future's attention to each token; only an oracle may look at it.
     """
 
-    tokens: Sequence[int] | None = None
+    tokens: Sequence[int] | None = field(default=None, repr=False)
     index: int | None = None
     queries: Tensor | None = field(default=None, repr=False)
     question: Tensor | None = field(default=None, repr=False)
