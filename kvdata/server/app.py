@@ -19,7 +19,7 @@ import uvicorn
 import zmq
 
 from kvdata.errors import InvalidRequest, ServerError
-from kvdata.server.dispatch import SEND_QUEUE, Dispatcher
+from kvdata.server.dispatch import FRAME_BYTES, SEND_QUEUE, Dispatcher
 from kvdata.server.pool import ALIGNMENT, Pool
 from kvdata.server.service import GRACE_SECONDS, REAP_SECONDS, Service
 from kvdata.server.store import ChunkStore
@@ -122,6 +122,7 @@ class EmbeddedServer:
         router = context.socket(zmq.ROUTER)
         stack.callback(router.close, 0)
         router.set(zmq.SNDHWM, SEND_QUEUE)
+        router.set(zmq.MAXMSGSIZE, FRAME_BYTES)
         try:
             router.bind(f"tcp://{self.host}:{self.port or '*'}")
         except zmq.ZMQError as exc:

@@ -21,6 +21,8 @@ log = logging.getLogger("kvdata.server")
 POLL_MS = 50
 TICK_SECONDS = 1.0
 SEND_QUEUE = 100_000  # replies that a client may leave unread before further ones are dropped
+FRAME_BYTES = (1 << 32) + 4096  # what msgpack can express; a frame that claims more ends its connection
+_LOGGED = 300  # characters of what was wrong with a request
 
 
 class Dispatcher:
@@ -49,7 +51,7 @@ class Dispatcher:
                 result = getattr(self._service, name)(*decoded)
             return [uid, operation] if result is None else [uid, operation, msgspec.msgpack.encode(result)]
         except Exception as exc:  # clients may send anything, and must not be able to stop the server
-            log.warning("%s not answered: %s: %s", name, type(exc).__name__, exc)
+            log.warning("%s not answered: %s: %.*s", name, type(exc).__name__, _LOGGED, exc)
             return None
 
     def run(self, router: zmq.Socket[bytes], stopping: threading.Event) -> None:

@@ -30,6 +30,7 @@ GRACE_SECONDS = 3600.0  # the same for one that never pinged
 MAX_READERS = 128
 MAX_SHARDS = 256  # kv_rank has one byte for the rank
 PRIVATE_MODELS = "kvdata/"
+_LOGGED = 100  # characters of what a client sent
 NO_CONTEXT: dict[str, Any] = {"context": {}}
 
 Transfer = tuple[int, tuple[object, ...]]  # instance and key: what matches a commit with its prepare
@@ -214,6 +215,9 @@ class Service:
         """Drop what expired: reservations, sessions, silent instances; evict. Due once a second."""
         now = self.store.clock()
         self.store.tick()
+        # What was given up is not kept for a commit that may never come, nor what nobody holds a lock on any more.
+        self._stores = {t: pending for t, pending in self._stores.items() if not self.store.gone(pending)}
+        self._reads = {t: objects for t, objects in self._reads.items() if any(map(self.store.locks, objects))}
         for request_id in [r for r, s in self.sessions.items() if now - s.created > self.session_ttl]:
             del self.sessions[request_id]
         for instance_id, instance in list(self.instances.items()):
@@ -257,7 +261,7 @@ class Service:
         try:
             layout = KVLayout.from_dict({**fields, "dtype": r.dtype_str, "packing": r.packing})
         except KVCacheSDKError as exc:
-            log.warning("layout of %s is not published: %s", r.model_name, exc)
+            log.warning("layout of %r is not published: %.*s", r.model_name[:_LOGGED], _LOGGED, exc)
             return
         if r.hidden_dim_size == layout.hidden * (1 + layout.fused) and r.use_mla == layout.fused:
             self.layouts[r.model_name] = layout

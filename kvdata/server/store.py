@@ -124,6 +124,10 @@ class ChunkStore:
                 chunk.ready = True
                 self.written[key[3]] += 1
 
+    def gone(self, reserved: Iterable[Reservation]) -> bool:
+        """Whether all of these reservations would have ended a whole `write_ttl` ago."""
+        return all(self.clock() >= chunk.deadline + self.write_ttl for _, chunk in reserved)
+
     def discard(self, reserved: Iterable[Reservation]) -> None:
         """Give up reservations that were not published."""
         for key, chunk in reserved:

@@ -17,6 +17,7 @@ from kvdata.layout import KVLayout
 from kvdata.server.service import GRACE_SECONDS, REAP_SECONDS, Service
 
 VERSION = "0.5.6"  # the release whose protocol this server speaks
+BODY_BYTES = 64 << 20  # of a request; 300,000 keys
 
 
 class ObjectName(msgspec.Struct):
@@ -44,7 +45,7 @@ def build_app(service: Service, config: dict[str, Any], is_alive: Callable[[], b
         return JSONResponse({"status": "healthy"}) if is_alive() else JSONResponse({"status": "dead"}, 503)
 
     async def clear(request: Request) -> Response:
-        body = _removal(await request.body())
+        body = await _removal(request)
         if body.tier not in ("l1", None):
             raise HTTPException(400, f"tier {body.tier!r} not supported; only 'l1'")
         with service.lock:
@@ -52,7 +53,7 @@ def build_app(service: Service, config: dict[str, Any], is_alive: Callable[[], b
         return JSONResponse({"status": "ok", "cleared": {"tier": "l1"}})
 
     async def delete(request: Request) -> Response:
-        body = _removal(await request.body())
+        body = await _removal(request)
         if body.tier != "l1":
             raise HTTPException(503, "no L2 adapters configured")
         named = [k for k in body.keys if k.object_group_id == 0]
@@ -87,10 +88,15 @@ def _get(answer: Callable[[], Response]) -> Callable[[Request], Any]:
     return endpoint
 
 
-def _removal(body: bytes) -> Removal:
+async def _removal(request: Request) -> Removal:
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > BODY_BYTES:
+            raise HTTPException(413, f"more than {BODY_BYTES} bytes; name fewer keys at a time")
     try:
         return msgspec.json.decode(body or b"{}", type=Removal)
-    except msgspec.MsgspecError as exc:
+    except (msgspec.MsgspecError, RecursionError) as exc:  # the latter for what is nested a thousand deep
         raise HTTPException(422, str(exc)) from exc
 
 
