@@ -138,7 +138,8 @@ def _map_slots(session: Session, slots: list[Slot]) -> list[torch.Tensor]:
     for slot in slots:
         if slot.length != want or slot.dtype not in ("uint8", dtype_name(session.shard.dtype)):
             raise ProtocolError(
-                f"the server's slot holds {slot.length} bytes of {slot.dtype[:20]!r}, a chunk of {session.shard} has {want}"
+                f"the server's slot holds {slot.length} bytes of {slot.dtype[:20]!r}, "
+                f"a chunk of {session.shard} has {want}"
             )
         try:
             views.append(session.pool.view(slot.offset, slot.length, session.shard.dtype))
