@@ -40,7 +40,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def parse_dtype(name: str) -> torch.dtype:
     """``"bfloat16"`` or ``"torch.bfloat16"`` -> ``torch.bfloat16``; `InvalidRequest` for any other kind."""
-    dtype = DTYPES.get(name.removeprefix("torch."))
+    dtype = DTYPES.get(name.removeprefix("torch.")) if isinstance(name, str) else None
     if dtype is None:
         raise InvalidRequest(f"KV dtype {name!r} is not supported; known: {', '.join(DTYPES)}")
     return dtype
@@ -97,15 +97,20 @@ class KVLayout:
         parse_dtype(dtype_name(self.dtype))
         if self.packing not in ("vllm-cpu", "vllm-cpu-amx"):
             object.__setattr__(self, "block_size", None)  # the other packings know no blocks
-        elif self.packing == "vllm-cpu-amx":
-            if self.head_dim % 16 or not self.block_size or self.block_size % 32 or 8 * self.block_size % self.head_dim:
+        else:
+            self._check_block_size()
+
+    def _check_block_size(self) -> None:
+        block = self.block_size if type(self.block_size) is int and self.block_size > 0 else 0
+        if self.packing == "vllm-cpu-amx":
+            if self.head_dim % 16 or not block or block % 32 or 8 * block % self.head_dim:
                 raise InvalidRequest(
                     f"packing vllm-cpu-amx needs head_dim in steps of 16 and block_size (128 in vLLM) in steps of 32; "
                     f"got {self.head_dim} and {self.block_size!r}"
                 )
         else:
             row = 2 * self.head_dim
-            if not self.block_size or (self.block_size % row and row % self.block_size) or self.block_size % 2:
+            if not block or (block % row and row % block) or block % 2:
                 raise InvalidRequest(
                     f"packing vllm-cpu needs block_size, the tokens in a block of the engine's cache (128 in vLLM), "
                     f"as a multiple or divisor of {row}; got {self.block_size!r}"
@@ -253,7 +258,9 @@ class KVLayout:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> KVLayout:
-        """Inverse of `to_dict`; `InvalidRequest` names what is missing."""
+        """Inverse of `to_dict`; `InvalidRequest` names what is missing or wrong."""
+        if not isinstance(data, Mapping):
+            raise InvalidRequest(f"a layout is a mapping of its fields, not {type(data).__name__}")
         try:
             fields = {key: data[key] for key in ("num_layers", "num_kv_heads", "head_dim", "packing")}
             return cls(dtype=parse_dtype(data["dtype"]), block_size=data.get("block_size"), **fields)
