@@ -22,6 +22,7 @@ app = typer.Typer(
     help="Train on live KV caches: an LMCache server's attention caches as PyTorch data.",
     no_args_is_help=True,
     add_completion=False,
+    pretty_exceptions_show_locals=False,  # prompts are among them
 )
 COMMANDS: tuple[Callable[..., None], ...] = (
     servers.serve,

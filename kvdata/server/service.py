@@ -75,8 +75,8 @@ class Service:
     instances: dict[int, Instance] = field(default_factory=dict)
     sessions: dict[str, Session] = field(default_factory=dict)
     layouts: dict[str, KVLayout] = field(default_factory=dict)  # by model name, never forgotten
-    _stores: dict[Transfer, list[Reservation]] = field(default_factory=dict)
-    _reads: dict[Transfer, list[ObjectKey]] = field(default_factory=dict)
+    _stores: dict[Transfer, list[Reservation]] = field(default_factory=dict, repr=False)  # by whose token ids
+    _reads: dict[Transfer, list[ObjectKey]] = field(default_factory=dict, repr=False)
 
     def lookup(self, key: CacheKey, tp_size: int) -> None:
         """Count and lock the leading chunks of which every shard is readable."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from kvdata import Connection, KVCacheContext, KVLayout
 from kvdata.server import EmbeddedServer
+from kvdata.server.service import Service
 
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=8)
 
@@ -28,6 +30,22 @@ def connection(embedded: EmbeddedServer) -> Connection:
 def ctx(connection: Connection) -> Iterator[KVCacheContext]:
     with connection.connect() as opened:
         yield opened
+
+
+@pytest.fixture
+def lie(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Callable[[Any], Any]], None]:
+    """Makes the embedded server answer an operation with what a function makes of the true answer."""
+
+    def install(operation: str, change: Callable[[Any], Any]) -> None:
+        true = getattr(Service, operation)
+
+        def answer(self: Service, *arguments: Any) -> Any:
+            return change(true(self, *arguments))
+
+        answer.__annotations__ = true.__annotations__
+        monkeypatch.setattr(Service, operation, answer)
+
+    return install
 
 
 _next_token = iter(range(1, 2**31, 4096))

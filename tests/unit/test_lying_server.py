@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from itertools import pairwise
-from typing import Any
 
 import httpx
 import msgspec
@@ -18,7 +17,6 @@ from kvdata import Connection, KVCacheContext
 from kvdata.client.transfer import _map_slots
 from kvdata.errors import PoolNotMappable, ProtocolError, UnsafePayload
 from kvdata.server import EmbeddedServer
-from kvdata.server.service import Service
 from kvdata.wire.messages import PreparedRetrieve, PreparedStore, Registered, RetrieveContext, Slot, StoreContext
 from kvdata.wire.shm import POOL_PREFIX, SHM_FOLDER
 from tests.unit import hostile
@@ -51,22 +49,6 @@ LIES: dict[str, Callable[[Slots], Slots]] = {
     "of float16": lambda s: [*s[:2], changed(s[2], dtype="float16")],
     "of no dtype": lambda s: [*s[:2], changed(s[2], dtype="x" * 1000)],
 }
-
-
-@pytest.fixture
-def lie(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Callable[[Any], Any]], None]:
-    """Makes the embedded server answer an operation with what a function makes of the true answer."""
-
-    def install(operation: str, change: Callable[[Any], Any]) -> None:
-        true = getattr(Service, operation)
-
-        def answer(self: Service, *arguments: Any) -> Any:
-            return change(true(self, *arguments))
-
-        answer.__annotations__ = true.__annotations__
-        monkeypatch.setattr(Service, operation, answer)
-
-    return install
 
 
 @pytest.fixture
