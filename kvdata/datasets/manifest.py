@@ -12,7 +12,7 @@ from typing import Any
 from kvdata.datasets.prefixes import Prefixes
 from kvdata.edits.address import source_digest
 from kvdata.errors import InvalidRequest, MissingKV
-from kvdata.wire.keys import Tokens, token_list
+from kvdata.wire.keys import Tokens, check_salt, token_list
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,17 @@ class Written:
     result: str = "stored"
     meta: dict[str, Any] = field(default_factory=dict)
 
+    def checked(self) -> Written:
+        """Itself; `InvalidRequest` when its fields are not what an address is made of."""
+        texts = (self.source, self.policy, self.revision, self.result)
+        if not all(isinstance(text, str) for text in texts) or not isinstance(self.meta, dict):
+            raise InvalidRequest("names must be text, and labels a mapping")
+        if not all(type(number) is int and number >= 0 for number in (self.source_tokens, self.bytes)):
+            raise InvalidRequest("source_tokens and bytes must be numbers")
+        check_salt(self.salt)
+        token_list(self.tokens)
+        return self
+
     def line(self) -> str:
         """The line; `InvalidRequest` when JSON cannot hold its labels."""
         try:
@@ -55,16 +66,16 @@ class Manifest(Sequence[Written]):
     @classmethod
     def load(cls, path: str | Path) -> Manifest:
         """Read a manifest; `InvalidRequest` names the line that is none."""
-        return cls.parse(Path(path).read_text(encoding="utf-8"), path)
+        return cls.parse(Path(path).read_bytes(), path)
 
     @classmethod
-    def parse(cls, text: str, path: str | Path) -> Manifest:
+    def parse(cls, content: bytes, path: str | Path) -> Manifest:
         """The manifest that a file holds; errors as `load`."""
         entries = []
-        for number, line in enumerate(text.splitlines(), start=1):
+        for number, line in enumerate(content.splitlines(), start=1):
             try:
-                entries.append(Written(**json.loads(line)))
-            except (ValueError, TypeError) as exc:
+                entries.append(Written(**json.loads(line)).checked())
+            except (ValueError, TypeError, RecursionError) as exc:
                 raise InvalidRequest(f"{path}, line {number}, is not a line of a manifest: {exc}") from exc
         return cls(entries)
 

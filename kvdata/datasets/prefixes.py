@@ -13,7 +13,7 @@ from blake3 import blake3
 
 from kvdata.errors import InvalidRequest
 from kvdata.layout import KVLayout
-from kvdata.wire.keys import Tokens, check_salt, token_list
+from kvdata.wire.keys import Tokens, check_model_name, check_salt, token_list
 
 _FILE_VERSION = 1
 
@@ -70,8 +70,9 @@ class Prefixes(Sequence[PrefixRecord]):
         self._continuations = _Ragged(token_list(r.continuation) for r in kept)
         self._salts = [r.salt for r in kept]
         self._meta = [dict(r.meta) for r in kept]
-        for salt in {s for s in self._salts if s is not None}:
-            check_salt(salt)
+        for salt in self._salts:
+            if salt is not None:
+                check_salt(salt)
         self.layout = layout
         self.model_name = model_name
 
@@ -182,13 +183,13 @@ class Prefixes(Sequence[PrefixRecord]):
 
 def json_lines(path: str | Path) -> Iterator[tuple[int, Any]]:
     """Number and value of each line that is not blank; `InvalidRequest` names the one that is not JSON."""
-    with open(path, encoding="utf-8") as lines:
+    with open(path, "rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             try:
                 entry = json.loads(line)
-            except ValueError as exc:
+            except (ValueError, RecursionError) as exc:  # the latter for what is nested a thousand deep
                 raise InvalidRequest(f"{path}, line {number}: {exc}") from exc
             yield number, entry
 
@@ -196,8 +197,10 @@ def json_lines(path: str | Path) -> Iterator[tuple[int, Any]]:
 def _header(entry: Mapping[str, Any]) -> tuple[KVLayout | None, str | None]:
     if entry["kvdata"] != _FILE_VERSION:
         raise InvalidRequest(f"prefix file of version {entry['kvdata']}; this kvdata reads version {_FILE_VERSION}")
-    layout = entry.get("layout")
-    return (KVLayout.from_dict(layout) if layout else None), entry.get("model_name")
+    layout, model_name = entry.get("layout"), entry.get("model_name")
+    if model_name is not None:
+        check_model_name(model_name)
+    return (KVLayout.from_dict(layout) if layout else None), model_name
 
 
 def _record(value: PrefixRecord | Mapping[str, Any] | Tokens) -> PrefixRecord:
@@ -210,9 +213,12 @@ def _record(value: PrefixRecord | Mapping[str, Any] | Tokens) -> PrefixRecord:
     unknown = set(value) - {"tokens", "continuation", "salt", "meta"}
     if unknown:
         raise InvalidRequest(f"unknown fields in a prefix record: {', '.join(sorted(unknown))}; put them into 'meta'")
+    salt = value.get("salt")
+    if salt is not None:
+        check_salt(salt)
     return PrefixRecord(
         np.asarray(token_list(value["tokens"]), dtype=np.int64),
         np.asarray(token_list(value.get("continuation") or []), dtype=np.int64),
-        value.get("salt"),
+        salt,
         dict(value.get("meta") or {}),
     )

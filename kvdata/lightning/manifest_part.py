@@ -96,7 +96,7 @@ def commit(manifest: Path, written: int) -> None:
         )
     if parts:
         old = list(Manifest.load(manifest)) if manifest.exists() else []
-        new = (entry for part in parts for entry in Manifest.parse(_whole_lines(part).decode(), part))
+        new = (entry for part in parts for entry in Manifest.parse(_whole_lines(part), part))
         with _named(manifest):
             Manifest([*old, *new]).save(manifest)
             for part in parts:

@@ -100,7 +100,7 @@ class Index(msgspec.Struct):
         if not all(_SHARD.fullmatch(shard.file) for shard in index.shards):
             raise SnapshotDamaged(f"{folder / INDEX} lists files that are no shards; write into another folder")
         places = [place for place, _ in index.samples()] + index.skipped
-        if len(set(places)) < len(places) or not set(places) <= set(range(index.prefixes)):
+        if len(set(places)) < len(places) or not all(0 <= place < index.prefixes for place in places):
             raise SnapshotDamaged(f"{folder / INDEX} lists prefixes twice or beyond its {index.prefixes}")
         return index
 

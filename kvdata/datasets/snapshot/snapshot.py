@@ -12,7 +12,7 @@ from kvdata.datasets.kvcache import KVCacheDataset
 from kvdata.datasets.prefixes import Prefixes
 from kvdata.datasets.snapshot.files import unchanged
 from kvdata.datasets.snapshot.index import PREFIXES, Index
-from kvdata.errors import SnapshotDamaged
+from kvdata.errors import InvalidRequest, SnapshotDamaged
 from kvdata.layout import KVLayout, parse_dtype
 
 SHARD_BYTES = 10**9
@@ -65,10 +65,13 @@ class Snapshot:
         self.index = index = Index.load(self.path)
         index.check_files(self.path)
         self.model_name = index.model_name
-        self.layout = KVLayout.from_dict(index.layout)
-        self.dtype = parse_dtype(index.dtype)
         self.layers = index.layers
-        self.selection = Selection(index.layers, index.heads, slice(*index.window), index.kinds)
+        try:
+            self.layout = KVLayout.from_dict(index.layout)
+            self.dtype = parse_dtype(index.dtype)
+            self.selection = Selection(index.layers, index.heads, slice(*index.window), index.kinds)
+        except InvalidRequest as exc:
+            raise SnapshotDamaged(f"the index of {path} describes no cache ({exc}); write into another folder") from exc
         self.skipped = index.skipped
         self.samples = sorted(
             (place, hit, number) for number, shard in enumerate(index.shards) for place, hit in shard.samples
