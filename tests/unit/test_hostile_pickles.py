@@ -51,6 +51,23 @@ def test_hostile_pickles_are_refused_and_run_nothing(payload):
     assert len(str(caught.value)) < 300  # and do not write the log
 
 
+NEEDLESS = {
+    "INST": b"(itests.unit.hostile\ntrip\n", "OBJ": b"(" + hostile.TRIP + b"o", "NEWOBJ": hostile.TRIP + b")\x81",
+    "NEWOBJ_EX": hostile.TRIP + b")}\x92", "BUILD": b"]}b", "EXT1": b"\x82\x01", "PERSID": b"Px\n", "DICT": b"(d",
+    "BINPERSID": hostile.text("x") + b"Q", "NEXT_BUFFER": b"\x97", "BYTEARRAY8": b"\x96\x01" + bytes(7) + b"x",
+    "LONG4": b"\x8b\x01\0\0\0\x01", "UNICODE": b"Vx\n", "INT": b"I1\n", "PUT": b"]p9\n", "DUP": b"]2", "POP": b"]]0",
+    "EMPTY_SET": b"\x8f", "BINUNICODE8": b"\x8d\x01" + bytes(7) + b"x", "FLOAT": b"F1\n", "SETITEM": b"}]]s",
+    "LONG_BINPUT": b"]r" + (1 << 20).to_bytes(4, "little"),  # at a place far beyond the memo
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NEEDLESS)
+def test_opcodes_that_no_tensor_needs_are_refused_before_the_first_is_run(name):
+    payload = hostile.whole(b"](" + hostile.tensor() + NEEDLESS[name] + b"e")
+    with pytest.raises(UnsafePayload, match=f"the pickle opcode {name};"):
+        read(payload)
+
+
 @given(st.lists(st.sampled_from(sorted(set(hostile.fragments()))), max_size=30))
 @settings(max_examples=400)
 def test_programs_of_such_pieces_are_refused_or_a_list_of_tensors(pieces):
