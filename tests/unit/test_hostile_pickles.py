@@ -68,6 +68,18 @@ def test_opcodes_that_no_tensor_needs_are_refused_before_the_first_is_run(name):
         read(payload)
 
 
+@pytest.mark.parametrize("payload", ["one storage twenty times", "one storage a thousand times"])
+def test_no_more_storages_are_made_than_chunks_are_expected(payload):
+    with pytest.raises(UnsafePayload, match=r"more storages|opcodes"):
+        read(CORPUS[payload])
+
+
+@pytest.mark.parametrize("size", ["a size of 2**2000", "a size of 2**62 by 2**62", "no size"])
+def test_a_size_is_compared_before_a_tensor_of_it_exists(size):
+    with pytest.raises(UnsafePayload, match="24 contiguous elements"):
+        read(CORPUS[size])
+
+
 @given(st.lists(st.sampled_from(sorted(set(hostile.fragments()))), max_size=30))
 @settings(max_examples=400)
 def test_programs_of_such_pieces_are_refused_or_a_list_of_tensors(pieces):
