@@ -200,6 +200,7 @@ CORPUS: dict[str, bytes] = {
     "a storage that says -1 elements": said(count=number(-1)),
     "a storage that says it is a view": said(view=text("0") + b"K\x00K\x18\x87"),
     "a big-endian storage": one(tensor(STORAGE.replace(b"q\x02\x88", b"q\x02\x89"))),
+    "a storage of another module": one(tensor(STORAGE.replace(b"ctorch\n", b"cevil1\n"))),
     "another magic number": one(tensor(STORAGE.replace(b"\xfc\x9c", b"\xfd\x9c"))),
     **{f"{module}.{attribute}": one(call(name(module, attribute), text("x"))) for module, attribute in NAMES},
     **{f"dotted {m}.{a}": one(call(dotted(m, a), text("x"))) for m, a in NAMES},

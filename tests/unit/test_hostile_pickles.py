@@ -74,6 +74,12 @@ def test_no_more_storages_are_made_than_chunks_are_expected(payload):
         read(CORPUS[payload])
 
 
+@pytest.mark.parametrize("storage", [b"", hostile.STORAGE[: 4 * NUMEL], bytes(5000) + hostile.STORAGE])
+def test_the_size_of_a_storage_is_compared_before_its_header_is_read(storage):
+    with pytest.raises(UnsafePayload, match="larger or smaller than a chunk"):
+        tensors.loads(hostile.whole(b"](" + hostile.tensor(storage) + b"N" * 20 + b"e"), DTYPE, NUMEL, 3)
+
+
 @pytest.mark.parametrize("size", ["a size of 2**2000", "a size of 2**62 by 2**62", "no size"])
 def test_a_size_is_compared_before_a_tensor_of_it_exists(size):
     with pytest.raises(UnsafePayload, match="24 contiguous elements"):
