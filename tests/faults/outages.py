@@ -1,0 +1,143 @@
+"""A server that is killed and started again while a training reads from it, and how to tell that it read right."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from multiprocessing import Value
+from typing import Any
+
+import lightning as L
+import torch
+
+from kvdata import Connection, KVCacheDataset, KVLayout
+from tests.servers import Server
+
+LAYOUT = KVLayout(num_layers=4, num_kv_heads=4, head_dim=64)  # 512 KiB a chunk of 64 tokens: 40 fill a pool of 20 MiB
+
+
+class Outages(AbstractContextManager["Outages"]):
+    """Kills a server and starts it again on the same ports, in a thread, as often as is asked for.
+
+    Args:
+        server: runs.
+        count: how many outages.
+        due: number of the next one -> whether it may come.
+    """
+
+    def __init__(self, server: Server, count: int, due: Callable[[int], bool]) -> None:
+        self._server, self._count, self._due = server, count, due
+        self._error: BaseException | None = None
+        self._left = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="outages")
+        self.had = 0
+
+    def over(self) -> bool:
+        """The server is up, and stays so."""
+        return not self._thread.is_alive()
+
+    def __enter__(self) -> Outages:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._left.set()
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            while self.had < self._count and not self._left.is_set():
+                if self._due(self.had):
+                    self._server.kill()
+                    self._server.start()
+                    self.had += 1
+                self._left.wait(0.01)
+        except BaseException as exc:
+            self._error = exc
+
+
+def every(seconds: float) -> Callable[[int], bool]:
+    """Due when so many seconds have passed since the last was, or since now."""
+    following = time.monotonic() + seconds
+
+    def due(_: int) -> bool:
+        nonlocal following
+        if time.monotonic() < following:
+            return False
+        following += seconds
+        return True
+
+    return due
+
+
+def cache_of(tokens: Sequence[int]) -> torch.Tensor:
+    """The cache ``[2, L, T, D]`` of some tokens: each number tells where it belongs, and bfloat16 holds it exactly."""
+    place = torch.arange(2 * LAYOUT.num_layers * LAYOUT.hidden).view(2, LAYOUT.num_layers, 1, LAYOUT.hidden)
+    ids = torch.as_tensor(tokens)
+    return ((place * 7 + (ids * 31 + torch.arange(len(ids)) * 5).unsqueeze(1)) % 251).to(LAYOUT.dtype)
+
+
+class Engine:
+    """Computes caches again; `Prefiller` for ``on_missing="refill"``."""
+
+    def prefill(self, tokens: list[int]) -> torch.Tensor:
+        return cache_of(tokens)
+
+
+class Counted(KVCacheDataset):
+    """Counts how often a batch was begun to be read, in all processes."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.begun = Value("q", 0)
+
+    def _fetch(self, *arguments: Any) -> list[dict[str, Any]]:
+        with self.begun.get_lock():
+            self.begun.value += 1
+        return super()._fetch(*arguments)
+
+
+def refilling(server: Server, prompts: Sequence[Sequence[int]]) -> Counted:
+    """A dataset that computes again what is gone, and bears with outages of half a minute at least."""
+    connection = Connection(server.url, server.http_url, "tests/outages", 20.0, LAYOUT)
+    return Counted(prompts, connection=connection, on_missing="refill", refill=Engine(), retries=5)
+
+
+class Interrupted(Exception):
+    """What ends a run in its middle."""
+
+
+class Reads(L.LightningModule):
+    """Compares each sample that it is trained on with `cache_of`, bit for bit.
+
+    Args:
+        ended: after an epoch, whether it was the last.
+        interrupted: before a step, whether the run breaks off there.
+    """
+
+    def __init__(self, ended: Callable[[], bool] = bool, interrupted: Callable[[], bool] = bool) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+        self.ended, self.interrupted = ended, interrupted
+        self.seen: list[int] = []
+        self.wrong: list[int] = []
+
+    def training_step(self, batch: Any, batch_index: int) -> torch.Tensor:
+        if self.interrupted():
+            raise Interrupted
+        for row, (index, length) in enumerate(zip(batch.index.tolist(), batch.lengths.tolist(), strict=True)):
+            self.seen.append(index)
+            if not torch.equal(batch.kv[row, :, :, :length], cache_of(batch.tokens[row, :length])):
+                self.wrong.append(index)
+        loss: torch.Tensor = self.layer(batch.kv.float().mean().view(1)).sum()
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.trainer.should_stop = self.ended()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 1e-3)
