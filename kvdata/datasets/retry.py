@@ -46,7 +46,8 @@ def with_retries(
             stop_after_attempt,
             stop_before_delay,
             stop_when_event_set,
-            wait_exponential_jitter,
+            wait_exponential,
+            wait_random,
         )
     except ImportError as missing:
         raise ImportError("retries= needs tenacity: pip install 'kvdata[train]'") from missing
@@ -59,7 +60,7 @@ def with_retries(
     policy = Retrying(
         retry=retry_if_exception_type(errors),
         stop=stop if seconds is None else stop | stop_before_delay(seconds),
-        wait=wait_exponential_jitter(_FIRST_WAIT, _LONGEST_WAIT, jitter=_JITTER),
+        wait=wait_exponential(_FIRST_WAIT, _LONGEST_WAIT) + wait_random(0, _JITTER),
         sleep=sleep_using_event(ended),
         before_sleep=before,
         reraise=True,

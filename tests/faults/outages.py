@@ -101,10 +101,10 @@ class Counted(KVCacheDataset):
         return super()._fetch(*arguments)
 
 
-def refilling(server: Server, prompts: Sequence[Sequence[int]]) -> Counted:
-    """A dataset that computes again what is gone, and bears with outages of half a minute at least."""
+def refilling(server: Server, prompts: Sequence[Sequence[int]], retries: int) -> Counted:
+    """A dataset that computes again what is gone, and bears with outages."""
     connection = Connection(server.url, server.http_url, "tests/outages", 20.0, LAYOUT)
-    return Counted(prompts, connection=connection, on_missing="refill", refill=Engine(), retries=5)
+    return Counted(prompts, connection=connection, on_missing="refill", refill=Engine(), retries=retries)
 
 
 class Interrupted(Exception):

@@ -30,14 +30,15 @@ pytestmark = [
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "server" in metafunc.fixturenames:
+    if "mortal" in metafunc.fixturenames:
         kinds = ["embedded", *lmcache_commands(metafunc.config)]
         ids = ["embedded", *(f"lmcache-{'.'.join(map(str, release_of(kind)))}" for kind in kinds[1:])]
-        metafunc.parametrize("server", kinds, ids=ids, indirect=True, scope="module")
+        metafunc.parametrize("mortal", kinds, ids=ids, indirect=True, scope="module")
 
 
 @pytest.fixture(scope="module")
-def server(request: pytest.FixtureRequest) -> Iterator[Server]:
+def mortal(request: pytest.FixtureRequest) -> Iterator[Server]:
+    """A server that is killed, and started again."""
     running = Server(request.param, "shm", pool_mb=20).start()
     yield running
     running.stop()
@@ -70,10 +71,12 @@ def check_counts(dataset: Counted, module: Reads) -> None:
     assert dataset.begun.value == samples / BATCH + found["retries"], found
 
 
-def ride_out(server: Server, folder: Path, workers: int, count: int, due: Callable[[Reads, int], bool]) -> None:
+def ride_out(
+    server: Server, folder: Path, workers: int, count: int, due: Callable[[Reads, int], bool], retries: int = 5
+) -> None:
     """A run through the first half of ``count`` outages, broken off, and one that goes on through the others."""
     half, started = count // 2, time.monotonic()
-    datasets = [refilling(server, PROMPTS) for _ in range(2)]
+    datasets = [refilling(server, PROMPTS, retries) for _ in range(2)]
     first = Reads()
     with Outages(server, half, lambda number: due(first, number)) as outages:
         at = -1
@@ -101,12 +104,14 @@ def ride_out(server: Server, folder: Path, workers: int, count: int, due: Callab
 
 
 @pytest.mark.parametrize("workers", [0, 2], ids=["threads", "workers"])
-def test_a_run_outlives_its_server_and_resumes_where_it_was(server, tmp_path, workers):
-    ride_out(server, tmp_path, workers, 1, lambda module, _: len(module.seen) > STEPS)
+def test_a_run_outlives_its_server_and_resumes_where_it_was(mortal, tmp_path, workers, monkeypatch):
+    for name, seconds in (("_FIRST_WAIT", 0.1), ("_JITTER", 0.1), ("_LONGEST_WAIT", 0.5)):
+        monkeypatch.setattr(f"kvdata.datasets.retry.{name}", seconds)
+    ride_out(mortal, tmp_path, workers, 1, lambda module, _: len(module.seen) > STEPS, retries=200)
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("workers", [0, 2], ids=["threads", "workers"])
-def test_three_minutes_of_outages(server, tmp_path, workers):
+def test_three_minutes_of_outages(mortal, tmp_path, workers):
     due = every(20.0)
-    ride_out(server, tmp_path, workers, 9, lambda _, number: due(number))
+    ride_out(mortal, tmp_path, workers, 9, lambda _, number: due(number))

@@ -137,7 +137,8 @@ def test_what_cannot_be_computed_again_says_why(connection, prompts):
 
 @pytest.fixture
 def at_once(monkeypatch):
-    monkeypatch.setattr("kvdata.datasets.retry._LONGEST_WAIT", 0.0)
+    for name in ("_LONGEST_WAIT", "_JITTER"):
+        monkeypatch.setattr(f"kvdata.datasets.retry.{name}", 0.0)
 
 
 def test_transient_errors_are_tried_again_and_counted(at_once, connection, prompts, ctx, monkeypatch):
