@@ -209,8 +209,8 @@ class KVCacheDataset(CacheDataset):
         return {**total, "gb_per_s": total["bytes"] / 1e9 / max(total["fetch_seconds"], 1e-9)}
 
     def open(self) -> None:
-        """Connect now; `worker_init_fn` calls it so that errors show up before the first batch."""
-        self.context.open()
+        """Connect now, with ``retries``; `worker_init_fn` calls it so that errors show up before the first batch."""
+        with_retries(self.context.open, self.retries, lambda: None)
 
     def close(self) -> None:
         """Un-register from the server and disconnect this process; the next item connects anew."""

@@ -12,9 +12,9 @@ from kvdata.errors import KVCacheSDKError, ServerTimeout, ServerUnreachable
 T = TypeVar("T")
 
 TRANSIENT = (ServerUnreachable, ServerTimeout)
-_LONGEST_WAIT = 30.0
-# A restart takes seconds: waits at random from nothing on could all be over before it is.
-_FIRST_WAIT = _JITTER = 1.0
+# A restart takes seconds: waits at random from nothing on could all be over before it is, and after long ones the
+# server may be away again.
+_FIRST_WAIT, _LONGEST_WAIT, _JITTER = 1.0, 8.0, 1.0
 
 _ended: ContextVar[threading.Event | None] = ContextVar("kvdata_ended", default=None)
 
@@ -31,7 +31,7 @@ def with_retries(
     errors: tuple[type[KVCacheSDKError], ...] = TRANSIENT,
     seconds: float | None = None,
 ) -> T:
-    """``action()``, again after one of ``errors`` up to ``retries`` times: after 1, 2, 4 .. 30 s, and up to 1 s more.
+    """``action()``, again after one of ``errors`` up to ``retries`` times, after 1, 2, 4, 8, 8 .. s and up to 1 s more.
 
     ``counted`` is called before each repetition; none begins later than ``seconds`` after the first try. The last error
     is raised as it is.

@@ -53,7 +53,7 @@ class KVCacheWriter(L.Callback):
         drain_seconds: how long a batch may wait for room, and a checkpoint or the end of a stage for the rest.
         verify_every: of every so many caches one, the first, is read back at the next checkpoint or end of a stage
             and compared bit for bit; 0 for none.
-        retries: how often a store that the server did not answer is tried again, after 1, 2, 4 .. 30 s and within
+        retries: how often a store that the server did not answer is tried again, after 1, 2, 4, 8, 8 .. s and within
             ``drain_seconds``, before it has failed. A server that has restarted meanwhile gets again what it has lost
             of the last ``max_pending_bytes`` that were stored: these are kept in memory.
     """

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from multiprocessing import Value
-from typing import Any
+from typing import Any, TypeAlias
 
 import lightning as L
 import torch
@@ -17,6 +17,8 @@ from tests.servers import Server
 
 LAYOUT = KVLayout(num_layers=4, num_kv_heads=4, head_dim=64)  # 512 KiB a chunk of 64 tokens: 40 fill a pool of 20 MiB
 
+Due: TypeAlias = Callable[[float], bool]  # seconds that the server has been up for
+
 
 class Outages(AbstractContextManager["Outages"]):
     """Kills a server and starts it again on the same ports, in a thread, as often as is asked for.
@@ -24,10 +26,10 @@ class Outages(AbstractContextManager["Outages"]):
     Args:
         server: runs.
         count: how many outages.
-        due: number of the next one -> whether it may come.
+        due: whether the next one may come.
     """
 
-    def __init__(self, server: Server, count: int, due: Callable[[int], bool]) -> None:
+    def __init__(self, server: Server, count: int, due: Due) -> None:
         self._server, self._count, self._due = server, count, due
         self._error: BaseException | None = None
         self._left = threading.Event()
@@ -50,25 +52,26 @@ class Outages(AbstractContextManager["Outages"]):
 
     def _run(self) -> None:
         try:
-            while self.had < self._count and not self._left.is_set():
-                if self._due(self.had):
+            up = time.monotonic()
+            while self.had < self._count and not self._left.wait(0.01):
+                if self._due(time.monotonic() - up):
                     self._server.kill()
                     self._server.start()
+                    up = time.monotonic()
                     self.had += 1
-                self._left.wait(0.01)
         except BaseException as exc:
             self._error = exc
 
 
-def every(seconds: float) -> Callable[[int], bool]:
-    """Due when so many seconds have passed since the last was, or since now."""
+def every(seconds: float) -> Due:
+    """Due so many seconds after the one before, or after now; on a busy machine a server is up for 5 s at least."""
     following = time.monotonic() + seconds
 
-    def due(_: int) -> bool:
+    def due(up: float) -> bool:
         nonlocal following
-        if time.monotonic() < following:
+        if time.monotonic() < following or up < 5.0:
             return False
-        following += seconds
+        following = time.monotonic() + seconds
         return True
 
     return due

@@ -72,13 +72,13 @@ def check_counts(dataset: Counted, module: Reads) -> None:
 
 
 def ride_out(
-    server: Server, folder: Path, workers: int, count: int, due: Callable[[Reads, int], bool], retries: int = 5
+    server: Server, folder: Path, workers: int, count: int, due: Callable[[Reads, float], bool], retries: int = 20
 ) -> None:
     """A run through the first half of ``count`` outages, broken off, and one that goes on through the others."""
     half, started = count // 2, time.monotonic()
     datasets = [refilling(server, PROMPTS, retries) for _ in range(2)]
     first = Reads()
-    with Outages(server, half, lambda number: due(first, number)) as outages:
+    with Outages(server, half, lambda up: due(first, up)) as outages:
         at = -1
 
         def interrupted() -> bool:  # in the middle of an epoch, behind the last outage
@@ -90,7 +90,7 @@ def ride_out(
         with pytest.raises(Interrupted):
             fit(first, datasets[0], folder, workers)
     second = Reads()
-    with Outages(server, count - half, lambda number: due(second, number)) as outages:
+    with Outages(server, count - half, lambda up: due(second, up)) as outages:
         second.ended = outages.over
         fit(second, datasets[1], folder, workers, resume=True)
     assert outages.had == count - half
@@ -114,4 +114,4 @@ def test_a_run_outlives_its_server_and_resumes_where_it_was(mortal, tmp_path, wo
 @pytest.mark.parametrize("workers", [0, 2], ids=["threads", "workers"])
 def test_three_minutes_of_outages(mortal, tmp_path, workers):
     due = every(20.0)
-    ride_out(mortal, tmp_path, workers, 9, lambda _, number: due(number))
+    ride_out(mortal, tmp_path, workers, 9, lambda _, up: due(up))
