@@ -12,8 +12,9 @@ import torch
 from kvdata import Connection
 from kvdata.datasets import Manifest
 from kvdata.errors import InvalidRequest, StoreFailed
-from kvdata.lightning import KVCacheWriter
+from kvdata.lightning import KVCacheWriter, WriteCounts
 from kvdata.lightning.kept import Kept
+from kvdata.lightning.writing_thread import WritingThread
 from tests.servers import Server
 from tests.unit.conftest import LAYOUT
 from tests.unit.writes import QUIET, Emits, Trains, predict, readable, trainer, write, writer_threads
@@ -124,6 +125,17 @@ def test_the_end_of_the_time_allowed_ends_the_retries(caplog):
     assert 0 < writer.counts.retries < 100
     with pytest.raises(InvalidRequest, match="retries at least 0"):
         KVCacheWriter(nobody, retries=-1)
+
+
+def test_a_thread_that_is_closed_tries_nothing_again():
+    nobody, counts = Connection("tcp://127.0.0.1:1", "http://127.0.0.1:1", "m", 1.0, LAYOUT), WriteCounts()
+    thread = WritingThread(nobody, None, counts, CACHE, 0, retries=100_000, retry_seconds=1000.0)
+    thread.put(write(), 10.0)
+    until(lambda: counts.retries > 0)
+    thread.settle(0.1)
+    thread.close(20.0)
+    assert not writer_threads()
+    assert isinstance(thread.failure(), StoreFailed)
 
 
 def test_the_last_caches_are_kept_and_the_addresses_of_all():
