@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from blake3 import blake3
@@ -76,21 +76,25 @@ class CacheStore:
         """
         if self._kept is None or self._ctx.open().stats()["handshakes"] == self._handshakes:
             return
-        lost = 0
-        for address, kv in self._kept.gone(self._ctx.lookup_many).items():
-            if kv is None:
-                lost += 1
-                self._kept.forget(address)
-                self._samples.pop(address, None)
-            else:
-                self._put(kv, list(address[0]), address[1])
+        gone = self._kept.gone(self._ctx.lookup_many)
+        for (tokens, salt), kv in gone.items():
+            if kv is not None:
+                self._put(kv, list(tokens), salt)
                 self._counts.restored += 1
         self._handshakes = self._ctx.stats()["handshakes"]
+        self._give_up([address for address, kv in gone.items() if kv is None])
+
+    def _give_up(self, lost: Sequence[Address]) -> None:
+        """`StoreFailed` when there are some."""
+        for address in lost:
+            assert self._kept is not None
+            self._kept.forget(address)
+            self._samples.pop(address, None)
+        self._counts.failed += len(lost)
         if lost:
-            self._counts.failed += lost
             raise StoreFailed(
-                f"the server was away, and has lost {lost} caches that were stored before and are not in memory any "
-                "more: run the same again, or keep more with max_pending_bytes="
+                f"the server was away, and has lost {len(lost)} caches that were stored before and are not in memory "
+                "any more: run the same again, or keep more with max_pending_bytes="
             )
 
     def _put(self, kv: torch.Tensor, tokens: list[int], salt: str) -> StoreReport:
@@ -112,6 +116,9 @@ class CacheStore:
         """Read one back; `StoreFailed` names its address when it isn't there any more, or differs in a bit."""
         tokens, salt = address
         found = self._read(list(tokens), salt)
+        if found is None:
+            self.restore()  # the server may have restarted just now
+            found = self._read(list(tokens), salt)
         whole = found is not None and found.shape[2] == len(tokens)
         if found is None or not whole or _digest(found) != digest:
             raise StoreFailed(

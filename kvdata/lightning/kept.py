@@ -9,6 +9,8 @@ import torch
 
 Address: TypeAlias = tuple[tuple[int, ...], str]
 
+_LOOKUPS_TOGETHER = 64
+
 
 class Kept:
     """All addresses that were stored, and the caches of the last ones of them.
@@ -45,6 +47,9 @@ class Kept:
         self, look_up: Callable[[Sequence[Sequence[int]], Sequence[str]], list[int]]
     ) -> dict[Address, torch.Tensor | None]:
         """Those of which ``look_up(tokens of each, salt of each)`` finds fewer tokens; None for what was let go."""
-        found = look_up([tokens for tokens, _ in self._caches], [salt for _, salt in self._caches])
-        every = zip(self._caches.items(), found, strict=True)
-        return {address: cache for (address, cache), hit in every if hit < len(address[0])}
+        gone, every = dict[Address, torch.Tensor | None](), list(self._caches.items())
+        for start in range(0, len(every), _LOOKUPS_TOGETHER):
+            some = every[start : start + _LOOKUPS_TOGETHER]
+            found = look_up([tokens for (tokens, _), _ in some], [salt for (_, salt), _ in some])
+            gone.update((address, kv) for (address, kv), hit in zip(some, found, strict=True) if hit < len(address[0]))
+        return gone

@@ -11,10 +11,12 @@ import torch
 
 from kvdata import Connection
 from kvdata.datasets import Manifest
-from kvdata.errors import InvalidRequest, StoreFailed
+from kvdata.errors import ConnectionLost, InvalidRequest, StoreFailed
 from kvdata.lightning import KVCacheWriter, WriteCounts
+from kvdata.lightning.cache_store import CacheStore
 from kvdata.lightning.kept import Kept
 from kvdata.lightning.writing_thread import WritingThread
+from kvdata.server import EmbeddedServer
 from tests.servers import Server
 from tests.unit.conftest import LAYOUT
 from tests.unit.writes import QUIET, Emits, Trains, predict, readable, trainer, write, writer_threads
@@ -31,9 +33,10 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"kvdata.datasets.retry.{name}", seconds)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def server() -> Iterator[Server]:
-    running = Server("embedded", "shm", chunk_size=32).start()
+    """A process, to be killed and frozen."""
+    running = Server("embedded", "pickle", chunk_size=32).start()
     yield running
     running.stop()
 
@@ -81,19 +84,36 @@ def test_an_epoch_goes_on_over_a_restart_and_what_was_stored_before_is_stored_ag
     assert not writer_threads()
 
 
-def test_what_a_restart_has_lost_and_nobody_has_any_more_is_said(server):
-    connection, batches = connection_to(server), [[write()] for _ in range(4)]
+@pytest.fixture
+def restarting() -> Iterator[EmbeddedServer]:
+    """A server of this test's own, which it stops and starts; its ports stay."""
+    with EmbeddedServer(chunk_size=32, pool_bytes=16 << 20) as server:
+        yield server
+
+
+def restart(server: EmbeddedServer) -> None:
+    server.stop()
+    server.start()
+
+
+def test_what_a_restart_has_lost_and_nobody_has_any_more_is_said(restarting):
+    connection = Connection(restarting.url, restarting.http_url, "unit/model", 20.0, LAYOUT)
+    batches = [[write()] for _ in range(4)]
     writer = KVCacheWriter(connection, max_pending_bytes=CACHE, verify_every=1, retries=200)
+
+    def before(index: int) -> None:
+        if index == 2:
+            until(lambda: writer.counts.stored == 2)
+            restart(restarting)
+
     with pytest.raises(StoreFailed, match=r"lost 1 caches .* max_pending_bytes="):
-        predict(writer, Emits([*batches, []], before=down_until_missed(server, writer)))
+        predict(writer, Emits([*batches, []], before=before))
     assert (writer.counts.restored, writer.counts.failed) == (1, 1)
-    assert [readable(connection, one) for (one,) in batches][:3] == [False, True, True]
+    assert [readable(connection, one) for (one,) in batches] == [False, True, True, True]
 
 
-def test_a_store_of_unknown_outcome_is_done_once(tmp_path, request):
+def test_a_store_of_unknown_outcome_is_done_once(server, tmp_path):
     """The server stands still when the cache is sent, and does what it finds in its sockets when it goes on."""
-    server = Server("embedded", "pickle", chunk_size=32).start()
-    request.addfinalizer(server.stop)
     connection = connection_to(server, 1.0)
     writer = KVCacheWriter(connection, tmp_path / "m.jsonl", retries=200)
     first, second = write(), write()
@@ -136,6 +156,40 @@ def test_a_thread_that_is_closed_tries_nothing_again():
     thread.close(20.0)
     assert not writer_threads()
     assert isinstance(thread.failure(), StoreFailed)
+
+
+def test_what_a_restart_takes_before_it_is_read_back_is_stored_again_then(restarting):
+    connection, counts = Connection(restarting.url, restarting.http_url, "m", 20.0, LAYOUT), WriteCounts()
+    written = write()
+    with connection.connect() as ctx:
+        store = CacheStore(ctx, None, counts, 1, Kept(CACHE))
+        store.store(written)
+        restart(restarting)
+        store.verify(*next(store.samples()))
+    assert (counts.restored, counts.verified) == (1, 1)
+    assert readable(connection, written)
+
+
+def test_a_server_that_goes_away_again_does_not_hide_what_is_lost(restarting, monkeypatch):
+    connection, counts = Connection(restarting.url, restarting.http_url, "m", 20.0, LAYOUT), WriteCounts()
+    with connection.connect() as ctx:
+        store = CacheStore(ctx, None, counts, 1, Kept(CACHE))
+        for written in (write(), write()):
+            store.store(written)
+        restart(restarting)
+        with monkeypatch.context() as away:
+            away.setattr(ctx, "store", goes_away)
+            with pytest.raises(ConnectionLost):
+                store.restore()
+        with pytest.raises(StoreFailed, match="lost 1 caches"):
+            store.restore()
+    assert (counts.restored, counts.failed) == (1, 1)
+    assert len(list(store.samples())) == 1
+    assert readable(connection, written)
+
+
+def goes_away(*_: object) -> None:
+    raise ConnectionLost("gone")
 
 
 def test_the_last_caches_are_kept_and_the_addresses_of_all():
