@@ -147,7 +147,7 @@ class KVCacheDataset(CacheDataset):
         def attempt() -> list[Sample]:
             return self._fetch(indices, allocate, substitutes)
 
-        return with_retries(attempt, self.retries, lambda: self._counters.add(retries=1), _RETRIED)
+        return with_retries(attempt, self.retries, self._count_retry, _RETRIED)
 
     def _fetch(self, indices: Sequence[int], allocate: Allocate, substitutes: bool) -> list[Sample]:
         started, counts = time.perf_counter(), Counter[str]()
@@ -202,7 +202,7 @@ class KVCacheDataset(CacheDataset):
         """Counts since the dataset was made, over this process and its DataLoader workers.
 
         ``samples`` delivered; ``hits``, ``partial_hits`` and ``misses`` of the prefixes asked for, each once however
-        often it was tried; ``skipped`` and ``substituted``, ``refilled``; ``retries``, of batches; ``bytes`` copied;
+        often it was tried; ``skipped`` and ``substituted``, ``refilled``; ``retries`` of batches and of `open`; ``bytes`` copied;
         ``fetch_seconds`` spent, summed over threads and workers, and ``gb_per_s``: bytes over these.
         """
         total = self._counters.total()
@@ -210,7 +210,13 @@ class KVCacheDataset(CacheDataset):
 
     def open(self) -> None:
         """Connect now, with ``retries``; `worker_init_fn` calls it so that errors show up before the first batch."""
-        with_retries(self.context.open, self.retries, lambda: None)
+        with_retries(self._connect, self.retries, self._count_retry)
+
+    def _connect(self) -> None:
+        self.context.open()
+
+    def _count_retry(self) -> None:
+        self._counters.add(retries=1)
 
     def close(self) -> None:
         """Un-register from the server and disconnect this process; the next item connects anew."""

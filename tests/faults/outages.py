@@ -64,12 +64,12 @@ class Outages(AbstractContextManager["Outages"]):
 
 
 def every(seconds: float) -> Due:
-    """Due so many seconds after the one before, or after now; on a busy machine a server is up for 5 s at least."""
+    """Due so many seconds after the one before, or after now; a server that starts slowly is up for 12 s, longer than retries wait."""
     following = time.monotonic() + seconds
 
     def due(up: float) -> bool:
         nonlocal following
-        if time.monotonic() < following or up < 5.0:
+        if time.monotonic() < following or up < 12.0:
             return False
         following = time.monotonic() + seconds
         return True
@@ -92,16 +92,32 @@ class Engine:
 
 
 class Counted(KVCacheDataset):
-    """Counts how often a batch was begun to be read, in all processes."""
+    """Counts in all processes what was asked for: connections and batches, and how often each was tried."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.begun = Value("q", 0)
+        self.asked, self.tried = Value("q", 0), Value("q", 0)
+
+    def open(self) -> None:
+        _add_one(self.asked)
+        super().open()
+
+    def fetch(self, *arguments: Any) -> list[dict[str, Any]]:
+        _add_one(self.asked)
+        return super().fetch(*arguments)
+
+    def _connect(self) -> None:
+        _add_one(self.tried)
+        super()._connect()
 
     def _fetch(self, *arguments: Any) -> list[dict[str, Any]]:
-        with self.begun.get_lock():
-            self.begun.value += 1
+        _add_one(self.tried)
         return super()._fetch(*arguments)
+
+
+def _add_one(count: Any) -> None:
+    with count.get_lock():
+        count.value += 1
 
 
 def refilling(server: Server, prompts: Sequence[Sequence[int]], retries: int) -> Counted:

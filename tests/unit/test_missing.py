@@ -306,4 +306,5 @@ def test_a_connection_is_tried_again_too(at_once, connection, prompts, monkeypat
     monkeypatch.setattr(data.context, "open", flaky)
     data.open()
     assert data.context.chunk_size == 32
+    assert data.stats()["retries"] == 1
     data.close()
