@@ -202,8 +202,8 @@ class KVCacheDataset(CacheDataset):
         """Counts since the dataset was made, over this process and its DataLoader workers.
 
         ``samples`` delivered; ``hits``, ``partial_hits`` and ``misses`` of the prefixes asked for, each once however
-        often it was tried; ``skipped`` and ``substituted``, ``refilled``; ``retries`` of batches and of `open`; ``bytes`` copied;
-        ``fetch_seconds`` spent, summed over threads and workers, and ``gb_per_s``: bytes over these.
+        often it was tried; ``skipped`` and ``substituted``, ``refilled``; ``retries`` of batches and of `open`;
+        ``bytes`` copied; ``fetch_seconds`` spent, summed over threads and workers, and ``gb_per_s``: bytes over these.
         """
         total = self._counters.total()
         return {**total, "gb_per_s": total["bytes"] / 1e9 / max(total["fetch_seconds"], 1e-9)}

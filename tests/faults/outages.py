@@ -64,7 +64,10 @@ class Outages(AbstractContextManager["Outages"]):
 
 
 def every(seconds: float) -> Due:
-    """Due so many seconds after the one before, or after now; a server that starts slowly is up for 12 s, longer than retries wait."""
+    """Due so many seconds after the one before, or after now.
+
+    A server that starts slowly is up for 12 s: retries don't wait that long, so they meet it.
+    """
     following = time.monotonic() + seconds
 
     def due(up: float) -> bool:
