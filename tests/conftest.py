@@ -23,6 +23,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--compatibility", type=Path, help="file whose table of outcomes the conformance suite updates")
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What takes minutes only runs where it is asked for, with ``-m faults``."""
+    if "faults" not in config.option.markexpr:
+        for item in items:
+            if item.get_closest_marker("faults") is not None:
+                item.add_marker(pytest.mark.skip(reason="takes minutes: make faults, or -m faults"))
+
+
 def lmcache_commands(config: pytest.Config) -> list[str]:
     """The commands of ``--lmcache``, or of the variable KVDATA_LMCACHE."""
     given: list[str] = config.getoption("--lmcache") or [os.environ.get("KVDATA_LMCACHE", "")]

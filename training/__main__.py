@@ -37,7 +37,9 @@ class RecipeCLI(LightningCLI):
     def before_predict(self) -> None:
         manifest = self.config[self.subcommand].manifest or Path(self.trainer.default_root_dir) / "manifest.jsonl"
         source = self.datamodule.dataset("predict")
-        self.trainer.callbacks.append(KVCacheWriter(source.connection, manifest, stages=["predict"]))
+        self.trainer.callbacks.append(
+            KVCacheWriter(source.connection, manifest, stages=["predict"], retries=source.retries)
+        )
 
     def predict(self, model: L.LightningModule, **options: Any) -> None:
         """Run the recipe over the held-out caches; results go through the writer, not into memory."""

@@ -97,14 +97,14 @@ class CartridgeDistillation(Recipe):
         _, held_out = self._prepared(batch)
         parts = [held_out[i : i + self.texts_per_step] for i in range(0, len(held_out), self.texts_per_step)]
         losses = torch.stack([self._divergence(part) * len(part) for part in parts])
-        self.log("val_kl", losses.sum() / len(held_out), prog_bar=True, batch_size=1)
+        self.log("val_kl", losses.sum() / len(held_out), prog_bar=True, batch_size=1, sync_dist=True)
 
     def test_step(self, batch: KVBatch, batch_index: int) -> None:
         """NLL of the true next tokens, which nothing was trained on."""
         kv, _ = self._document(batch)
         for name, cache in (("test_nll", self.cartridge.slots_as(kv.dtype)), ("test_nll_full", kv)):
             logits = self.engine.continue_from(cache, batch.continuation[0])
-            self.log(name, next_token_nll(logits[None], batch.continuation)[0], batch_size=1)
+            self.log(name, next_token_nll(logits[None], batch.continuation)[0], batch_size=1, sync_dist=True)
 
     def predict_step(self, batch: KVBatch, batch_index: int) -> list[CacheWrite]:
         kv, tokens = self._document(batch)

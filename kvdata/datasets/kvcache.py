@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,13 +19,14 @@ from kvdata.datasets.base import CacheDataset
 from kvdata.datasets.buffers import Allocate
 from kvdata.datasets.counters import Counters
 from kvdata.datasets.prefixes import Prefixes, PrefixRecord
-from kvdata.datasets.refill import Complete, Prefiller, Refill
-from kvdata.datasets.retry import with_retries
+from kvdata.datasets.refill import Complete, GoneAgain, Prefiller, Refill
+from kvdata.datasets.retry import TRANSIENT, with_retries
 from kvdata.datasets.sample import Sample, make_sample
 from kvdata.errors import InvalidRequest, KVCacheSDKError, MissingKV
 from kvdata.layout import KVLayout
 
 _LOOKUPS_TOGETHER = 64
+_RETRIED = (*TRANSIENT, GoneAgain)
 # A dataset that skips says so only after this many samples: a few missing ones in a row are no trend.
 _SKIPS_ALLOWED = 16
 # How many other prefixes are looked at for each one that is missing.
@@ -145,28 +147,40 @@ class KVCacheDataset(CacheDataset):
         def attempt() -> list[Sample]:
             return self._fetch(indices, allocate, substitutes)
 
-        return with_retries(attempt, self.retries, lambda: self._counters.add(retries=1))
+        return with_retries(attempt, self.retries, self._count_retry, _RETRIED)
 
     def _fetch(self, indices: Sequence[int], allocate: Allocate, substitutes: bool) -> list[Sample]:
-        started = time.perf_counter()
+        started, counts = time.perf_counter(), Counter[str]()
+        try:
+            samples = self._samples(indices, allocate, substitutes, counts)
+        except _RETRIED:
+            counts.clear()  # of each prefix only what is known in the end
+            raise
+        finally:
+            self._counters.add(**counts)
+        self._counters.add(samples=len(samples), fetch_seconds=time.perf_counter() - started)
+        return samples if self.transform is None else [self.transform(sample) for sample in samples]
+
+    def _samples(
+        self, indices: Sequence[int], allocate: Allocate, substitutes: bool, counts: Counter[str]
+    ) -> list[Sample]:
         records = [self.prefixes[i] for i in indices]
         rows = list(allocate(*self._buffer(records)))
-        samples = self._read(dict(enumerate(zip(indices, records, strict=True))), rows)
+        wanted = dict(enumerate(zip(indices, records, strict=True)))
+        samples = self._read(wanted, rows, counts)
         missing = {place: indices[place] for place in range(len(indices)) if place not in samples}
         if missing and self.on_missing == "refill":
-            samples.update(self._refilled(missing, rows))
+            samples.update(self._refilled(missing, rows, counts))
         elif missing:
-            self._counters.add(skipped=len(missing))
-            self._check_skipped()
+            counts["skipped"] += len(missing)
+            self._check_skipped(counts)
             if substitutes:
-                samples.update(self._substitutes(indices, missing, self._longest(records), rows))
-        self._counters.add(samples=len(samples), fetch_seconds=time.perf_counter() - started)
+                samples.update(self._substitutes(indices, missing, self._longest(records), rows, counts))
         if not samples:
             raise MissingKV(
                 f"none of a batch's {len(indices)} prefixes is cached on {self.connection.http_url}; see coverage()"
             )
-        found = [samples[place] for place in sorted(samples)]
-        return found if self.transform is None else [self.transform(sample) for sample in found]
+        return [samples[place] for place in sorted(samples)]
 
     def batch_bytes(self, indices: Sequence[int]) -> int:
         """Size of the buffer that `fetch` allocates for these indices."""
@@ -187,16 +201,22 @@ class KVCacheDataset(CacheDataset):
     def stats(self) -> dict[str, float]:
         """Counts since the dataset was made, over this process and its DataLoader workers.
 
-        ``samples`` delivered; ``hits``, ``partial_hits`` and ``misses`` of the prefixes asked for; ``skipped`` and
-        ``substituted``, ``refilled``, ``retries``; ``bytes`` copied; ``fetch_seconds`` spent, summed over threads and
-        workers, and ``gb_per_s``: bytes over these.
+        ``samples`` delivered; ``hits``, ``partial_hits`` and ``misses`` of the prefixes asked for, each once however
+        often it was tried; ``skipped`` and ``substituted``, ``refilled``; ``retries`` of batches and of `open`;
+        ``bytes`` copied; ``fetch_seconds`` spent, summed over threads and workers, and ``gb_per_s``: bytes over these.
         """
         total = self._counters.total()
         return {**total, "gb_per_s": total["bytes"] / 1e9 / max(total["fetch_seconds"], 1e-9)}
 
     def open(self) -> None:
-        """Connect now; `worker_init_fn` calls it so that errors show up before the first batch."""
+        """Connect now, with ``retries``; `worker_init_fn` calls it so that errors show up before the first batch."""
+        with_retries(self._connect, self.retries, self._count_retry)
+
+    def _connect(self) -> None:
         self.context.open()
+
+    def _count_retry(self) -> None:
+        self._counters.add(retries=1)
 
     def close(self) -> None:
         """Un-register from the server and disconnect this process; the next item connects anew."""
@@ -230,7 +250,11 @@ class KVCacheDataset(CacheDataset):
         return whole if self.min_hit_tokens is None else min(self.min_hit_tokens, whole)
 
     def _read(
-        self, wanted: Mapping[int, tuple[int, PrefixRecord]], rows: Sequence[torch.Tensor], counted: bool = True
+        self,
+        wanted: Mapping[int, tuple[int, PrefixRecord]],
+        rows: Sequence[torch.Tensor],
+        counts: Counter[str],
+        counted: bool = True,
     ) -> dict[int, Sample]:
         """Samples of those that are cached, by place in the batch; ``wanted`` has index and record of each place."""
         places, records = list(wanted), [record for _, record in wanted.values()]
@@ -244,19 +268,19 @@ class KVCacheDataset(CacheDataset):
         salts = [self._salt(record) for record in records]
         caches = self.context.retrieve_many([r.tokens for r in records], salts, self.selection, targets)
         if counted:
-            self._count(hits, records)
+            self._count(hits, records, counts)
         samples = {}
         for (place, (index, record)), hit, kv in zip(wanted.items(), hits, caches, strict=True):
             if kv is not None:
-                self._counters.add(bytes=kv.numel() * self.context.layout.dtype.itemsize)
+                counts["bytes"] += kv.numel() * self.context.layout.dtype.itemsize
                 samples[place] = make_sample(kv, index, record, hit, self._salt(record), self.selection)
             elif self.on_missing == "raise":
                 raise self._missing(index, record, hit)
         return samples
 
-    def _count(self, hits: Sequence[int], records: Sequence[PrefixRecord]) -> None:
+    def _count(self, hits: Sequence[int], records: Sequence[PrefixRecord], counts: Counter[str]) -> None:
         whole = [self._whole(record) for record in records]
-        self._counters.add(
+        counts.update(
             hits=sum(hit >= full for hit, full in zip(hits, whole, strict=True) if full),
             partial_hits=sum(0 < hit < full for hit, full in zip(hits, whole, strict=True)),
             misses=sum(not hit for hit in hits),
@@ -269,7 +293,9 @@ class KVCacheDataset(CacheDataset):
             "min_hit_tokens=, or see on_missing="
         )
 
-    def _refilled(self, missing: Mapping[int, int], rows: Sequence[torch.Tensor]) -> dict[int, Sample]:
+    def _refilled(
+        self, missing: Mapping[int, int], rows: Sequence[torch.Tensor], counts: Counter[str]
+    ) -> dict[int, Sample]:
         """The missing places (index by place), after an engine has computed them again."""
         assert self.refill is not None
         wanted = {place: (index, self.prefixes[index]) for place, index in missing.items()}
@@ -277,17 +303,19 @@ class KVCacheDataset(CacheDataset):
             try:
                 self.refill(self.context, index, record.tokens.tolist(), self._salt(record))
             except KVCacheSDKError as exc:
-                raise MissingKV(f"prefix {index} was missing and could not be computed again: {exc}") from exc
-        samples = self._read(wanted, rows, counted=False)
+                kind = type(exc) if isinstance(exc, TRANSIENT) else MissingKV
+                raise kind(f"prefix {index} was missing and could not be computed again: {exc}") from exc
+        samples = self._read(wanted, rows, counts, counted=False)
         for place, (index, record) in wanted.items():
             if place not in samples:
-                raise self._missing(index, record, self.context.lookup(record.tokens, self._salt(record)))
-        self._counters.add(refilled=len(samples))
+                hit = self.context.lookup(record.tokens, self._salt(record))
+                raise GoneAgain(f"after it was computed again, {self._missing(index, record, hit)}")
+        counts["refilled"] += len(samples)
         return samples
 
-    def _check_skipped(self) -> None:
-        skipped = self._counters.own("skipped")
-        samples = sum(self._counters.own(name) for name in ("hits", "partial_hits", "misses"))
+    def _check_skipped(self, counts: Counter[str]) -> None:
+        skipped = self._counters.own("skipped") + counts["skipped"]
+        samples = sum(self._counters.own(name) + counts[name] for name in ("hits", "partial_hits", "misses"))
         if skipped > _SKIPS_ALLOWED and skipped > self.skip_limit * samples:
             raise MissingKV(
                 f"{skipped:.0f} of {samples:.0f} samples are missing, more than skip_limit={self.skip_limit:g} allows: "
@@ -295,7 +323,12 @@ class KVCacheDataset(CacheDataset):
             )
 
     def _substitutes(
-        self, indices: Sequence[int], missing: Mapping[int, int], longest: int, rows: Sequence[torch.Tensor]
+        self,
+        indices: Sequence[int],
+        missing: Mapping[int, int],
+        longest: int,
+        rows: Sequence[torch.Tensor],
+        counts: Counter[str],
     ) -> dict[int, Sample]:
         """Other cached prefixes for the missing places (index by place), as far as there are some."""
         taken, found = set(indices), dict[int, Sample]()
@@ -307,8 +340,8 @@ class KVCacheDataset(CacheDataset):
                     wanted[place] = (index, self.prefixes[index])
             if not wanted:
                 break
-            found.update(self._read(wanted, rows, counted=False))
-        self._counters.add(substituted=len(found))
+            found.update(self._read(wanted, rows, counts, counted=False))
+        counts["substituted"] += len(found)
         return found
 
     def _others(self, index: int, longest: int, taken: set[int]) -> Iterator[int]:

@@ -13,6 +13,7 @@ import torch
 from kvdata.datasets.base import CacheDataset
 from kvdata.datasets.buffers import Buffers
 from kvdata.datasets.collate import collate
+from kvdata.datasets.retry import end_retries_with
 from kvdata.datasets.sample import Sample
 from kvdata.datasets.samplers import KVBatchSampler, Resumable
 from kvdata.errors import InvalidRequest
@@ -117,7 +118,7 @@ class _Ahead:
     planned: int = 0
     waiting: tuple[Sequence[int], int] | None = None  # the next batch's indices and bytes
     total: int | None = None
-    stopped: bool = False
+    stopped: threading.Event = field(default_factory=threading.Event)
     changed: threading.Condition = field(default_factory=threading.Condition)
     threads: list[threading.Thread] = field(default_factory=list)
 
@@ -145,15 +146,16 @@ class _Ahead:
         return batch
 
     def stop(self) -> None:
-        """End the threads; each ends after the batch that it is reading, within the dataset's time-out."""
+        """End the threads; each ends after what it is reading, within the dataset's time-out, and retries nothing."""
         with self.changed:
-            self.stopped = True
+            self.stopped.set()
             self.done.clear()
             self.changed.notify_all()
         for thread in self.threads:
             thread.join()
 
     def _run(self) -> None:
+        end_retries_with(self.stopped)
         while (job := self._job()) is not None:
             number, indices = job
             try:
@@ -161,7 +163,7 @@ class _Ahead:
             except BaseException as exc:
                 result = (None, exc)
             with self.changed:
-                if not self.stopped:
+                if not self.stopped.is_set():
                     self.done[number] = result
                 self.changed.notify_all()
             del result
@@ -169,7 +171,7 @@ class _Ahead:
     def _job(self) -> tuple[int, Sequence[int]] | None:
         """Number and indices of the next batch to read, once there is room for it."""
         with self.changed:
-            while not self.stopped:
+            while not self.stopped.is_set():
                 if self.waiting is None and not self._plan_next():
                     break
                 assert self.waiting is not None

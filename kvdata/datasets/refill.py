@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 from torch import Tensor
 
 from kvdata.client.context import KVCacheContext
+from kvdata.errors import MissingKV
 
 # A completion: prompt token ids, sampling parameters, salt -> events, as `kvdata.engines.openai.openai_completion`.
 Complete: TypeAlias = Callable[[list[int], dict[str, Any], str], Iterable[object]]
@@ -18,6 +19,10 @@ def prefill_through(complete: Complete, tokens: list[int], salt: str) -> None:
     """Have a serving engine compute a prefix's cache, for one token of its continuation."""
     for _ in complete(tokens, {"max_tokens": 1, "temperature": 0.0}, salt):
         pass
+
+
+class GoneAgain(MissingKV):
+    """What was computed again is gone before it could be read: evicted, or the server has restarted."""
 
 
 @runtime_checkable

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from blake3 import blake3
 
 from kvdata.client.context import KVCacheContext
+from kvdata.client.storing import StoreReport
 from kvdata.datasets.manifest import Written
 from kvdata.edits.address import source_digest
 from kvdata.errors import InvalidRequest, StoreConflict, StoreFailed
 from kvdata.lightning.cache_write import CacheWrite, WriteCounts
+from kvdata.lightning.kept import Address, Kept
 from kvdata.lightning.manifest_part import ManifestPart
-
-Address = tuple[tuple[int, ...], str]
 
 
 class CacheStore:
@@ -25,11 +25,20 @@ class CacheStore:
         part: where stored caches are listed.
         counts: are added to.
         verify_every: of every so many caches one, the first, is a sample; 0 for none.
+        kept: what was stored is added to it, for `restore`.
     """
 
-    def __init__(self, ctx: KVCacheContext, part: ManifestPart | None, counts: WriteCounts, verify_every: int) -> None:
-        self._ctx, self._part, self._counts, self._verify_every = ctx, part, counts, verify_every
+    def __init__(
+        self,
+        ctx: KVCacheContext,
+        part: ManifestPart | None,
+        counts: WriteCounts,
+        verify_every: int,
+        kept: Kept | None = None,
+    ) -> None:
+        self._ctx, self._part, self._counts, self._verify_every, self._kept = ctx, part, counts, verify_every, kept
         self._written = 0
+        self._handshakes = 1  # with which all that was stored is there
         self._samples: dict[Address, bytes] = {}  # digest of each that is to be read back
 
     def store(self, write: CacheWrite) -> None:
@@ -44,13 +53,8 @@ class CacheStore:
         if len(tokens) % self._ctx.chunk_size:
             raise InvalidRequest(f"{len(tokens)} kept tokens are not whole chunks of {self._ctx.chunk_size}")
         kv = write.kv.to("cpu", self._ctx.layout.dtype)
-        new = self._ctx.store(kv, tokens, salt)
-        report = self._ctx.last_store
-        assert report is not None
-        if report.deduplicated and not _equal(self._read(tokens, salt), kv):
-            raise StoreConflict(
-                f"salt {salt!r} holds another cache of the same source; give the new weights a new revision="
-            )
+        report = self._put(kv, tokens, salt)
+        new = report.stored > 0
         self._counts.stored += new
         self._counts.deduplicated += not new
         self._counts.chunks += report.stored
@@ -60,6 +64,48 @@ class CacheStore:
         self._written += 1
         if self._part is not None:
             self._part.add(_entry(write, kv, "stored" if new else "deduplicated"))
+        if self._kept is not None:
+            self._kept.add((tuple(tokens), salt), kv)
+
+    def restore(self) -> None:
+        """Store again what a server that was away has lost.
+
+        Raises:
+            StoreFailed: it has lost some that are not kept any more.
+            KVCacheSDKError: as `KVCacheContext.store`.
+        """
+        if self._kept is None or self._ctx.open().stats()["handshakes"] == self._handshakes:
+            return
+        gone = self._kept.gone(self._ctx.lookup_many)
+        for (tokens, salt), kv in gone.items():
+            if kv is not None:
+                self._put(kv, list(tokens), salt)
+                self._counts.restored += 1
+        self._handshakes = self._ctx.stats()["handshakes"]
+        self._give_up([address for address, kv in gone.items() if kv is None])
+
+    def _give_up(self, lost: Sequence[Address]) -> None:
+        """`StoreFailed` when there are some."""
+        for address in lost:
+            assert self._kept is not None
+            self._kept.forget(address)
+            self._samples.pop(address, None)
+        self._counts.failed += len(lost)
+        if lost:
+            raise StoreFailed(
+                f"the server was away, and has lost {len(lost)} caches that were stored before and are not in memory "
+                "any more: run the same again, or keep more with max_pending_bytes="
+            )
+
+    def _put(self, kv: torch.Tensor, tokens: list[int], salt: str) -> StoreReport:
+        self._ctx.store(kv, tokens, salt)
+        report = self._ctx.last_store
+        assert report is not None
+        if report.deduplicated and not _equal(self._read(tokens, salt), kv):
+            raise StoreConflict(
+                f"salt {salt!r} holds another cache of the same source; give the new weights a new revision="
+            )
+        return report
 
     def samples(self) -> Iterator[tuple[Address, bytes]]:
         """Address and digest of what is to be read back, each once."""
@@ -70,6 +116,9 @@ class CacheStore:
         """Read one back; `StoreFailed` names its address when it isn't there any more, or differs in a bit."""
         tokens, salt = address
         found = self._read(list(tokens), salt)
+        if found is None:
+            self.restore()  # the server may have restarted just now
+            found = self._read(list(tokens), salt)
         whole = found is not None and found.shape[2] == len(tokens)
         if found is None or not whole or _digest(found) != digest:
             raise StoreFailed(

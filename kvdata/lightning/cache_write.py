@@ -49,11 +49,14 @@ class WriteCounts:
     """What became of the writes handed over so far, on this rank.
 
     Attributes:
-        stored, deduplicated: caches that are new on the server, and that were there already.
+        stored, deduplicated: caches that are new on the server, and that were there already (or came there by a try
+            whose outcome stayed unknown).
         failed: caches that were not stored, or were not found again.
         chunks, bytes: stored.
         verified: stored caches that were read back and are the same, bit for bit.
         chunks_read: read for that, and to compare what was there already.
+        retries: tries after others that the server did not answer.
+        restored: caches that were stored again, because a server that was away had lost them.
         wait_seconds: that batches have waited for room in the queue.
     """
 
@@ -64,4 +67,6 @@ class WriteCounts:
     bytes: int = 0
     verified: int = 0
     chunks_read: int = 0
+    retries: int = 0
+    restored: int = 0
     wait_seconds: float = 0.0

@@ -53,6 +53,9 @@ class KVCacheWriter(L.Callback):
         drain_seconds: how long a batch may wait for room, and a checkpoint or the end of a stage for the rest.
         verify_every: of every so many caches one, the first, is read back at the next checkpoint or end of a stage
             and compared bit for bit; 0 for none.
+        retries: how often a store that the server did not answer is tried again, after 1, 2, 4, 8, 8 .. s and within
+            ``drain_seconds``, before it has failed. A server that has restarted meanwhile gets again what it has lost
+            of the last ``max_pending_bytes`` that were stored: these are kept in memory.
     """
 
     def __init__(
@@ -63,14 +66,15 @@ class KVCacheWriter(L.Callback):
         max_pending_bytes: int = 1 << 30,
         drain_seconds: float = 300.0,
         verify_every: int = 16,
+        retries: int = 0,
     ) -> None:
         unknown = set(stages) - set(_STAGES)
         if unknown:
             raise InvalidRequest(f"unknown stages: {', '.join(sorted(unknown))}; known: {', '.join(_STAGES)}")
-        if max_pending_bytes < 1 or not drain_seconds > 0 or verify_every < 0:
+        if max_pending_bytes < 1 or not drain_seconds > 0 or verify_every < 0 or retries < 0:
             raise InvalidRequest(
-                "max_pending_bytes and drain_seconds must be positive, verify_every at least 0, got "
-                f"{max_pending_bytes}, {drain_seconds} and {verify_every}"
+                "max_pending_bytes and drain_seconds must be positive, verify_every and retries at least 0, got "
+                f"{max_pending_bytes}, {drain_seconds}, {verify_every} and {retries}"
             )
         self.connection = connection
         self.manifest = Path(manifest) if manifest is not None else None
@@ -78,6 +82,7 @@ class KVCacheWriter(L.Callback):
         self.max_pending_bytes = max_pending_bytes
         self.drain_seconds = drain_seconds
         self.verify_every = verify_every
+        self.retries = retries
         self.counts = WriteCounts()
         self._rank, self._ranks = 0, 1
         self._thread: WritingThread | None = None
@@ -112,7 +117,8 @@ class KVCacheWriter(L.Callback):
         """Queue one cache; waits while `max_pending_bytes` are queued. Raises what earlier stores failed with."""
         if self._thread is None:
             part = ManifestPart(self.manifest, self._rank) if self.manifest is not None else None
-            self._thread = WritingThread(self.connection, part, self.counts, self.max_pending_bytes, self.verify_every)
+            limits = (self.max_pending_bytes, self.verify_every, self.retries, self.drain_seconds)
+            self._thread = WritingThread(self.connection, part, self.counts, *limits)
         self._raise_failure()
         self._thread.put(write, self.drain_seconds)
 

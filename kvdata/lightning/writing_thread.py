@@ -10,10 +10,11 @@ from functools import partial
 
 from kvdata.client.connection import Connection
 from kvdata.client.context import KVCacheContext
-from kvdata.datasets.retry import TRANSIENT
+from kvdata.datasets.retry import TRANSIENT, end_retries_with, with_retries
 from kvdata.errors import StoreFailed
 from kvdata.lightning.cache_store import CacheStore
 from kvdata.lightning.cache_write import CacheWrite, WriteCounts
+from kvdata.lightning.kept import Kept
 from kvdata.lightning.manifest_part import ManifestPart
 from kvdata.lightning.pending import Pending
 
@@ -21,8 +22,8 @@ from kvdata.lightning.pending import Pending
 class WritingThread:
     """Stores caches through a context of its own, and keeps what failed until it is asked for.
 
-    Once the server has not answered, what follows is given up unsent, until `failure` was called: a dead server is
-    heard of after one time-out, and not after one for each cache.
+    Once the server has not answered, also not the last of the retries, what follows is given up unsent, until `failure`
+    was called: a dead server is heard of after one time-out, and not after one for each cache.
 
     Args:
         connection: the server and model to write to.
@@ -30,6 +31,9 @@ class WritingThread:
         counts: are added to.
         max_pending_bytes: of the caches that are waiting or being stored.
         verify_every: of every so many caches one, the first, is read back by `settle`; 0 for none.
+        retries: as in `kvdata.datasets.retry.with_retries`. With them the last ``max_pending_bytes`` of what was stored
+            are kept, and stored again when a server that was away has lost them.
+        retry_seconds: after which no try begins any more.
     """
 
     def __init__(
@@ -39,9 +43,14 @@ class WritingThread:
         counts: WriteCounts,
         max_pending_bytes: int,
         verify_every: int,
+        retries: int,
+        retry_seconds: float,
     ) -> None:
         self.part = part
         self._connection, self._counts, self._verify_every = connection, counts, verify_every
+        self._retries, self._retry_seconds = retries, retry_seconds
+        self._kept = Kept(max_pending_bytes) if retries else None
+        self._closing = threading.Event()
         self._pending: Pending[CacheWrite | None] = Pending(max_pending_bytes)
         self._failures: list[Exception] = []
         self._unanswered = False
@@ -90,13 +99,15 @@ class WritingThread:
         return error
 
     def close(self, seconds: float) -> None:
-        """End the thread, which takes no longer than the store that it is at."""
+        """End the thread, which takes no longer than the try that it is at."""
         self._pending.close()
+        self._closing.set()
         self._thread.join(seconds)
 
     def _run(self) -> None:
         ctx = KVCacheContext(self._connection)
-        store = CacheStore(ctx, self.part, self._counts, self._verify_every)
+        store = CacheStore(ctx, self.part, self._counts, self._verify_every, self._kept)
+        end_retries_with(self._closing)
         try:
             self._pending.consume(partial(self._work, store))
         finally:
@@ -106,6 +117,8 @@ class WritingThread:
 
     def _work(self, store: CacheStore, write: CacheWrite | None) -> None:
         """Store a cache; None asks for what `settle` promises."""
+        if not self._unanswered:
+            self._attempt(store.restore, failed=0)
         if write is not None:
             self._attempt(partial(store.store, write))
             return
@@ -119,9 +132,12 @@ class WritingThread:
             self._latch(StoreFailed("given up, since the server did not answer before"))
             return
         try:
-            action()
+            with_retries(action, self._retries, self._count_retry, seconds=self._retry_seconds)
         except Exception as exc:  # the training thread raises it
             self._latch(exc, failed)
+
+    def _count_retry(self) -> None:
+        self._counts.retries += 1
 
     def _latch(self, error: Exception, failed: int = 1) -> None:
         with self._lock:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import pickle
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 
 import pytest
 import torch
 
 from kvdata import KVCacheDataset, collate
 from kvdata.datasets import KVLoader, Refill
-from kvdata.datasets.retry import with_retries
+from kvdata.datasets.retry import end_retries_with, with_retries
 from kvdata.errors import ConnectionLost, InvalidRequest, MissingKV, ServerTimeout, StoreFailed
 from tests.unit.conftest import fresh_tokens, random_kv
 
@@ -137,7 +139,8 @@ def test_what_cannot_be_computed_again_says_why(connection, prompts):
 
 @pytest.fixture
 def at_once(monkeypatch):
-    monkeypatch.setattr("tenacity.nap.time.sleep", lambda seconds: None)
+    for name in ("_LONGEST_WAIT", "_JITTER"):
+        monkeypatch.setattr(f"kvdata.datasets.retry.{name}", 0.0)
 
 
 def test_transient_errors_are_tried_again_and_counted(at_once, connection, prompts, ctx, monkeypatch):
@@ -176,3 +179,132 @@ def test_other_errors_are_not_tried_again(at_once):
     with pytest.raises(InvalidRequest):
         with_retries(action, 5, lambda: None)
     assert len(calls) == 1
+
+
+class Fails(Engine):
+    """At the first times something fails."""
+
+    def __init__(self, left: int, error: Exception) -> None:
+        super().__init__()
+        self.left, self.error = left, error
+
+    def prefill(self, tokens):
+        self.left -= 1
+        if self.left >= 0:
+            raise self.error
+        return super().prefill(tokens)
+
+
+@pytest.mark.parametrize("error", [ServerTimeout("slow"), ConnectionLost("gone")])
+def test_a_refill_that_the_server_does_not_answer_is_tried_again_and_counted_once(
+    at_once, connection, prompts, ctx, error
+):
+    ctx.store(cache_of(prompts[0]), prompts[0])
+    engine = Fails(2, error)
+    options = {"connection": connection, "on_missing": "refill", "refill": engine}
+    data = KVCacheDataset(prompts, **options, retries=2)
+    found = data.__getitems__([0, 1])
+    assert [torch.equal(found[i]["kv"], cache_of(prompts[i])) for i in (0, 1)] == [True, True]
+    stats = data.stats()
+    assert (stats["hits"], stats["misses"], stats["refilled"], stats["samples"], stats["retries"]) == (1, 1, 1, 2, 2)
+    assert stats["bytes"] == sum(sample["kv"].nbytes for sample in found)
+    engine.left = 3
+    with pytest.raises(type(error), match=f"prefix 2 was missing and could not be computed again: {error}"):
+        data[2]
+    assert data.stats()["misses"] == 1
+    data.close()
+
+
+def test_what_was_computed_again_and_is_gone_before_it_is_read_is_computed_once_more(at_once, connection, prompts, ctx):
+    engine = Engine()
+    data = KVCacheDataset(prompts, connection=connection, on_missing="refill", refill=engine, retries=1)
+    refill = data.refill
+
+    def evicted_after_the_first(context, index, tokens, salt):
+        refill(context, index, tokens, salt)
+        if len(engine.prefilled) == 1:
+            ctx.delete(tokens)
+
+    data.refill = evicted_after_the_first
+    assert torch.equal(data[0]["kv"], cache_of(prompts[0]))
+    stats = data.stats()
+    assert (stats["misses"], stats["refilled"], stats["retries"], stats["samples"]) == (1, 1, 1, 1)
+    assert len(engine.prefilled) == 2
+    data.close()
+
+
+class NotedWaits(threading.Event):
+    """An event for which nobody really waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds: list[float] = []
+
+    def wait(self, timeout=None):
+        self.seconds.append(timeout)
+        return self.is_set()
+
+
+def failing():
+    raise ServerTimeout("slow")
+
+
+def waits(retries: int, seconds: float | None = None) -> list[float]:
+    """Seconds between the tries of what always fails."""
+    noted = NotedWaits()
+
+    def run() -> None:
+        end_retries_with(noted)
+        with pytest.raises(ServerTimeout):
+            with_retries(failing, retries, lambda: None, seconds=seconds)
+
+    copy_context().run(run)
+    return noted.seconds
+
+
+def test_tries_are_so_far_apart_that_a_restart_fits_in_between():
+    for least, found in zip((1, 2, 4, 8, 8), waits(5), strict=True):
+        assert least <= found <= least + 1
+    assert len(waits(5, seconds=3.5)) == 2  # the wait of 4 s would be longer
+
+
+def test_a_loader_that_is_left_does_not_wait_for_its_servers_return(connection, prompts, ctx, monkeypatch):
+    monkeypatch.setattr("kvdata.datasets.retry._FIRST_WAIT", 60.0)
+    monkeypatch.setattr("kvdata.datasets.retry._LONGEST_WAIT", 60.0)
+    ctx.store(cache_of(prompts[0]), prompts[0])
+    data = AwayAfterOne(prompts, connection=connection, retries=1)
+    batches = iter(KVLoader(data, batch_size=1))
+    assert next(batches).index.tolist() == [0]
+    deadline = time.monotonic() + 20
+    while data.stats()["retries"] < 2:  # both threads wait to try again
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    started = time.monotonic()
+    batches.close()
+    assert time.monotonic() - started < 30
+    data.close()
+
+
+class AwayAfterOne(KVCacheDataset):
+    """Its server goes away after the first sample."""
+
+    def _samples(self, indices, *arguments):
+        if indices != [0]:
+            raise ConnectionLost("gone")
+        return super()._samples(indices, *arguments)
+
+
+def test_a_connection_is_tried_again_too(at_once, connection, prompts, monkeypatch):
+    data = KVCacheDataset(prompts, connection=connection, retries=1)
+    opened, errors = data.context.open, [ConnectionLost("gone")]
+
+    def flaky():
+        if errors:
+            raise errors.pop()
+        return opened()
+
+    monkeypatch.setattr(data.context, "open", flaky)
+    data.open()
+    assert data.context.chunk_size == 32
+    assert data.stats()["retries"] == 1
+    data.close()

@@ -11,12 +11,9 @@ from kvdata.datasets import Manifest, Prefixes
 from kvdata.edits.functions import autoencoder, cartridge, learned
 from kvdata.errors import InvalidRequest
 from kvdata.models.token_scorer import TokenScorer
-from tests.unit.conftest import fresh_tokens
-from tests.unit.tiny_model import tiny_engine, tiny_folder, windows
+from tests.unit.recipes import AUTOENCODER, CARTRIDGE, SCORER, arguments_for, of_one_document
+from tests.unit.tiny_model import tiny_engine
 from training.__main__ import main
-
-CONFIGS = Path(__file__).parents[2] / "training" / "configs"
-CONTEXT, CONTINUATION = 128, 16
 
 # What Lightning, jsonargparse and tensorboard warn of in each other is not what is tested here.
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
@@ -24,32 +21,9 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
 
 @pytest.fixture
 def arguments(connection, tmp_path, monkeypatch) -> list[str]:
-    """Options that point a shipped configuration at twelve caches of four documents of the tiny model."""
+    """Options of the recipes, in a folder of their own."""
     monkeypatch.chdir(tmp_path)
-    engine = tiny_engine()
-    salt = f"recipe-{fresh_tokens(1)[0]}"
-    records = windows(12, CONTEXT, CONTINUATION, seed=3)
-    with connection.connect() as ctx:
-        for number, record in enumerate(records):
-            engine.store_prefix(ctx, record["tokens"], salt)
-            record["meta"] = {"name": f"document {number % 4}"}
-    Prefixes(Prefixes.of(records), connection.layout, connection.model_name).to_jsonl(tmp_path / "windows.jsonl")
-    return [
-        f"--model.init_args.model={tiny_folder(tmp_path / 'model')}",
-        "--data.init_args.prefixes=windows.jsonl",
-        f"--data.init_args.url={connection.url}",
-        f"--data.init_args.http_url={connection.http_url}",
-        f"--data.init_args.cache_salt={salt}",
-        "--data.init_args.held_out=3",
-        "--data.init_args.validation=3",
-        "--trainer.max_epochs=2",
-        "--trainer.accelerator=cpu",
-        "--trainer.enable_progress_bar=false",
-        "--trainer.log_every_n_steps=1",
-    ]
-
-
-SCORER = ["--config", str(CONFIGS / "token_scorer.yaml"), "--model.init_args.keeps=[64]"]
+    return arguments_for(connection, tmp_path)
 
 
 def test_a_scorer_is_fitted_tested_and_its_caches_are_written_back(arguments, connection, tmp_path):
@@ -93,10 +67,9 @@ def test_a_servers_error_is_one_line(arguments, capsys):
 
 
 def test_an_autoencoder_is_fitted_and_becomes_an_edit(arguments, connection):
-    config = ["--config", str(CONFIGS / "autoencoder.yaml"), "--model.init_args.context_tokens=128"]
-    main(["fit", *config, *arguments])
+    main(["fit", *AUTOENCODER, *arguments])
     checkpoint = Path("runs/autoencoder/checkpoints/best.ckpt")
-    main(["predict", *config, *arguments, "--ckpt_path", str(checkpoint), "--manifest", "manifest.jsonl"])
+    main(["predict", *AUTOENCODER, *arguments, "--ckpt_path", str(checkpoint), "--manifest", "manifest.jsonl"])
     (entry, *_) = Manifest.load("manifest.jsonl")
     edit = autoencoder(checkpoint, tiny_engine().config)
     with connection.connect() as ctx:
@@ -105,21 +78,10 @@ def test_an_autoencoder_is_fitted_and_becomes_an_edit(arguments, connection):
 
 
 def test_a_cartridge_is_trained_and_stands_for_its_document(arguments, connection):
-    small = {
-        "slots": 64,
-        "sinks": 2,
-        "text_tokens": 16,
-        "continuations": 6,
-        "openings": 0,
-        "held_out": 2,
-        "references": 2,
-    }
-    config = ["--config", str(CONFIGS / "cartridge.yaml"), "--trainer.check_val_every_n_epoch=1"]
-    config += [f"--model.init_args.{name}={value}" for name, value in small.items()]
-    options = [a for a in arguments if "held_out" not in a and "validation" not in a]
-    main(["fit", *config, *options])
+    options = of_one_document(arguments)
+    main(["fit", *CARTRIDGE, *options])
     checkpoint = Path("runs/cartridge/checkpoints/best.ckpt")
-    main(["predict", *config, *options, "--ckpt_path", str(checkpoint), "--manifest", "manifest.jsonl"])
+    main(["predict", *CARTRIDGE, *options, "--ckpt_path", str(checkpoint), "--manifest", "manifest.jsonl"])
     (entry,) = Manifest.load("manifest.jsonl")
     source = Prefixes.from_jsonl("windows.jsonl")[0].tokens.tolist()
     assert entry.tokens == source[:64]
