@@ -1,0 +1,95 @@
+"""A server behind proxies that do harm, for each kind of server; and what must be left of it in the end: nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.conftest import lmcache_commands
+from tests.faults.checks import LAYOUT, Corpus, Place, resources, wait_clean, wait_for_resources
+from tests.faults.proxy import Proxy
+from tests.faults.web import WebProxy
+from tests.servers import Server, release_of
+
+TTL = 3  # seconds after which a server of `impatient` forgets what its clients left
+GRACE = 10  # the same for their registrations; later, because a real server publishes what these have reserved
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    for name in ("server", "impatient"):
+        if name in metafunc.fixturenames:
+            kinds = ["embedded", *lmcache_commands(metafunc.config)]
+            ids = [kind if kind == "embedded" else "lmcache-" + ".".join(map(str, release_of(kind))) for kind in kinds]
+            metafunc.parametrize(name, kinds, indirect=True, ids=ids, scope="session")
+
+
+@pytest.fixture(scope="session")
+def server(request: pytest.FixtureRequest) -> Iterator[Server]:
+    """One server for all tests of a kind. A test may kill it, and starts it again then."""
+    running = Server(request.param, "shm", pool_mb=40).start()
+    yield running
+    running.stop()
+
+
+@pytest.fixture(scope="session")
+def impatient(request: pytest.FixtureRequest) -> Iterator[Server]:
+    """One that soon gives up on clients that have gone."""
+    flags = [f"--l1-{kind}-ttl-seconds={TTL}" for kind in ("write", "read")]
+    release = release_of(request.param)
+    if release >= (0, 5, 0):  # older ones never forget
+        flags.append(f"--worker-registration-grace-seconds={GRACE}")
+    if release >= (0, 5, 0) and request.param != "embedded":
+        flags.append("--worker-reap-timeout-seconds=4")
+    if release >= (0, 5, 6):
+        flags.append(f"--session-ttl-seconds={TTL}")
+    running = Server(request.param, "shm", pool_mb=40, flags=flags).start()
+    yield running
+    running.stop()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _once_a_process() -> None:
+    """What a process makes once, for its first copy, is no leak of a test."""
+    import torch
+
+    from kvdata.client.copying import copy_all
+
+    kv = torch.zeros(LAYOUT.chunk_shape(4096), dtype=LAYOUT.dtype)
+    copy_all([(torch.empty_like(kv), kv)])
+
+
+@pytest.fixture
+def no_leaks() -> Iterator[None]:
+    """This process has afterwards what it had before: descriptors, sockets, threads, mappings."""
+    before = resources()
+    yield
+    wait_for_resources(before)
+
+
+@pytest.fixture
+def place(server: Server, no_leaks: None) -> Iterator[Place]:
+    yield from _place(server)
+    wait_clean(server)
+
+
+@pytest.fixture
+def impatient_place(impatient: Server, no_leaks: None) -> Iterator[Place]:
+    yield from _place(impatient)
+    wait_clean(impatient, 3 * GRACE)
+
+
+def _place(server: Server) -> Iterator[Place]:
+    there = Place(server, Proxy(server.url, server.release), WebProxy(server.http_url))
+    yield there
+    there.heal()
+    for ctx in there.opened:
+        ctx.close()
+    there.web.close()
+    there.proxy.close()
+
+
+@pytest.fixture
+def corpus(request: pytest.FixtureRequest) -> Corpus:
+    name = "place" if "place" in request.fixturenames else "impatient_place"
+    return Corpus(request.getfixturevalue(name))
