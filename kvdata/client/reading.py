@@ -94,7 +94,7 @@ class Leases:
     """
 
     def __init__(self, session: Session, wanted: Wanted, wait: bool = True) -> None:
-        self._session = session
+        self.session = session
         self._wait = wait
         self._open = True
         session.hold()
@@ -114,7 +114,7 @@ class Leases:
             return
         self._open = False
         leases, self.each = self.each, []
-        session = self._session
+        session = self.session
         try:
             session.clean_up(
                 list(chain.from_iterable(lease.give_back(session.world_size, session.instance_id) for lease in leases)),
@@ -128,15 +128,14 @@ class Leases:
         asked = [lease for lease in self.each if lease.request.chunks]
         for lease in self.each:
             lease.chunks = None if lease.request.chunks else 0
-        with self._session.waiting():
-            found = self._session.lookup([lease.request for lease in asked], deadline) if asked else []
+        found = self.session.lookup([lease.request for lease in asked], deadline) if asked else []
         for lease, chunks in zip(asked, found, strict=True):
             lease.chunks = chunks
         return self
 
     def prepare(self, deadline: Deadline, selection: Selection = WHOLE) -> Leases:
         """Map the chunks that the selection needs; `Vanished` when the server lost some meanwhile."""
-        session = self._session
+        session = self.session
         asked = []
         for lease in self.each:
             lease.span = _chunks(selection.tokens(lease.hit), session.chunk_size)
@@ -154,7 +153,7 @@ class Leases:
 
     def check(self) -> None:
         """`ConnectionLost` when what is mapped is not the server's memory any more: before each copy."""
-        check_pool(self._session, "retrieve")
+        check_pool(self.session, "retrieve")
 
     def confirm(self, deadline: Deadline) -> None:
         """`Vanished` unless what has been copied was there, and locked, until now.
@@ -162,7 +161,7 @@ class Leases:
         A lock ends with the server's read TTL, if this process was held up for so long, and with a forced clear: what
         was copied then may be another's. The server knows; it answers the same only where nothing of that happened.
         """
-        session = self._session
+        session = self.session
         self.check()
         if session.pool is None:
             return
@@ -173,10 +172,9 @@ class Leases:
         self._check_gone()
 
     def _prepared(self, asked: Sequence[tuple[Lease, int]], deadline: Deadline) -> list[PreparedRetrieve]:
-        session = self._session
+        session = self.session
         calls: list[Call] = [("prepare_retrieve", (lease.key(w), session.instance_id)) for lease, w in asked]
-        with session.waiting():
-            replies = session.call_many(calls, PreparedRetrieve, deadline) if calls else []
+        replies = session.call_many(calls, PreparedRetrieve, deadline)
         return [session.told("prepare_retrieve", reply) for reply in replies]
 
     def _check_gone(self) -> None:

@@ -58,7 +58,7 @@ class Rpc:
         self._uid = 0
         self._lost = False
         self._closing = False
-        self._posted: dict[bytes, _Group] = {}
+        self._posted: dict[bytes, tuple[_Group, Call]] = {}
         self._late: dict[bytes, Late] = {}
         self._zmq = zmq.Context()
         try:
@@ -126,11 +126,15 @@ class Rpc:
             self._settle(deadline)
 
     def take_unfinished(self) -> list[Call]:
-        """What was to follow posted requests that are not answered; they are not waited for any more."""
-        with self._alone("clean-up", Deadline(_POSTED_SECONDS)):
-            groups = {id(group): group for group in self._posted.values()}
+        """What was to follow posted requests that are not answered; they are not waited for any more.
+
+        And where the peer went away these requests themselves, for they may not have reached it.
+        """
+        with self._holding("clean-up", Deadline(_POSTED_SECONDS)):
+            posted = list(self._posted.values())
             self._posted.clear()
-            return [call for group in groups.values() for call in group.then]
+        followers = {id(group): group.then for group, _ in posted}
+        return [call for _, call in posted if self._lost] + [call for then in followers.values() for call in then]
 
     def lost(self) -> bool:
         """True once the peer has gone away, even if another server has taken its place since."""
@@ -164,28 +168,34 @@ class Rpc:
             self._lock.release()
 
     @contextmanager
-    def _alone(self, operation: str, deadline: Deadline) -> Iterator[None]:
+    def _holding(self, operation: str, deadline: Deadline) -> Iterator[None]:
         if not self._lock.acquire(timeout=deadline.remaining()):
             raise ServerTimeout(
                 f"{operation}: another thread kept the connection to {self.url} for {deadline.seconds:g} s; give "
                 "threads that share a context more time, or contexts of their own"
             )
         try:
-            if self._zmq.closed:
-                raise ConnectionLost(f"{operation}: the connection to {self.url} was closed meanwhile; call again")
             yield
-        except zmq.ZMQError as exc:  # the peer went away between a look and a use
-            self._lost = True
-            raise ConnectionLost(f"{operation}: the connection to {self.url} broke ({exc}); call again") from exc
         finally:
             self._lock.release()
             if self._closing:
                 self._end()
 
+    @contextmanager
+    def _alone(self, operation: str, deadline: Deadline) -> Iterator[None]:
+        with self._holding(operation, deadline):
+            if self._zmq.closed:
+                raise ConnectionLost(f"{operation}: the connection to {self.url} was closed meanwhile; call again")
+            try:
+                yield
+            except zmq.ZMQError as exc:  # the peer went away between a look and a use
+                self._lost = True
+                raise ConnectionLost(f"{operation}: the connection to {self.url} broke ({exc}); call again") from exc
+
     def _post(self, calls: Sequence[Call], then: Sequence[Call]) -> None:
         group = _Group(then, len(calls))
         for operation, args in calls:
-            self._posted[self._send(operation, args, Deadline(_FLUSH_MS / 1000))] = group
+            self._posted[self._send(operation, args, Deadline(_FLUSH_MS / 1000))] = group, (operation, args)
 
     def _settle(self, deadline: Deadline) -> None:
         while self._posted:
@@ -196,8 +206,9 @@ class Rpc:
         late = self._late.pop(uid, None)
         if late is not None:
             late(answer[1] if len(answer) > 1 else None)
-        group = self._posted.pop(uid, None)
-        if group is not None:
+        posted = self._posted.pop(uid, None)
+        if posted is not None:
+            group = posted[0]
             group.left -= 1
             if not group.left:
                 self._post(group.then, ())

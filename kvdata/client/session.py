@@ -97,11 +97,16 @@ class Session:
     Args:
         connection: where and what.
         known_layout: geometry learnt in an earlier session, used when nothing on the server says it any more.
+        predecessor: the session before this one, with the same server or another.
         deadline: of the handshake; by default the connection's time-out.
     """
 
     def __init__(
-        self, connection: Connection, known_layout: KVLayout | None = None, deadline: Deadline | None = None
+        self,
+        connection: Connection,
+        known_layout: KVLayout | None = None,
+        predecessor: Session | None = None,
+        deadline: Deadline | None = None,
     ) -> None:
         self.connection = connection
         self.pid = os.getpid()
@@ -111,6 +116,7 @@ class Session:
         self._owed: list[Call] = []
         self._claims: list[Claim] = []  # what may still be reserved for us on the server
         self._users, self._closing, self._counting = 0, False, threading.Lock()
+        self._successor: Session | None = None
         deadline = deadline or Deadline(connection.timeout)
         self.http = Http(connection.http_url, min(connection.timeout, _HANDSHAKE_SECONDS))
         self._rpc: Rpc | None = None
@@ -134,6 +140,8 @@ class Session:
                 )
             self._check_peer(deadline)
             self._register(deadline)
+            if predecessor is not None:
+                self._check_pool(predecessor)
         except BaseException:
             self.close()
             raise
@@ -171,7 +179,7 @@ class Session:
 
     def call(self, operation: str, *args: Any, result: type[T], deadline: Deadline) -> T:
         """One operation on the wire; `ProtocolError` when its answer is null."""
-        return self.told(operation, self._wire(operation).call(operation, *args, result=result, deadline=deadline))
+        return self.told(operation, self.call_many([(operation, args)], result, deadline)[0])
 
     def _wire(self, operation: str) -> Rpc:
         if self._rpc is None:
@@ -206,7 +214,10 @@ class Session:
 
     def call_many(self, calls: Sequence[Call], result: type[T], deadline: Deadline) -> list[T | None]:
         """Several operations, in flight together; None is the protocol's null."""
-        return self._wire(calls[0][0] if calls else "").call_many(calls, result, deadline)
+        if not calls:
+            return []
+        with self.waiting():
+            return self._wire(calls[0][0]).call_many(calls, result, deadline)
 
     def lookup(self, requests: Sequence[Request], deadline: Deadline) -> list[int]:
         """Leading chunks that the server holds of each; they stay read-locked until retrieved or released.
@@ -292,7 +303,9 @@ class Session:
         wire = self._wire("prepare_store")
         if not wire.lost():
             key = claim.request.key(claim.chunks[0], worker=claim.worker)
-            wire.call("commit_retrieve", key, self.instance_id, result=bool, deadline=Deadline(CLEANUP_SECONDS))
+            deadline = Deadline(CLEANUP_SECONDS)
+            wire.call("commit_retrieve", key, self.instance_id, result=bool, deadline=deadline)
+            wire.call("end_session", claim.request.request_id, result=object, deadline=deadline)  # this began it anew
 
     def delete(
         self, request: Request, chunks: Sequence[int], force: bool = False, worker: int | None = None
@@ -342,8 +355,8 @@ class Session:
         """Tell the server that this instance lives. Re-registering is the ping that publishes nothing."""
         self._register(deadline)
 
-    def take_owed(self, successor: ServerInfo) -> list[Call]:
-        """What could not be given back over this connection; for `clean_up` of the next session.
+    def _take_owed(self, successor: ServerInfo) -> list[Call]:
+        """What could not be given back over this connection.
 
         Nothing where another server has taken the place of this one: it knows nothing of it.
         """
@@ -352,13 +365,15 @@ class Session:
             return owed
         if self.info.incarnation is None or self.info.incarnation != successor.incarnation:
             return []
-        if self._registered and not self._claims and not self._users:
+        owed += self._rpc.take_unfinished()
+        if self._registered and not self._claims:
             self._registered = False
             owed.append(("unregister", (self.instance_id,)))
         return owed
 
-    def close(self) -> None:
-        """`end`, as soon as nobody uses it."""
+    def close(self, successor: Session | None = None) -> None:
+        """`end`, as soon as nobody uses it; the successor gives back what it still holds on the server then."""
+        self._successor = successor
         with self._counting:
             self._closing = True
             if self._users:
@@ -369,6 +384,8 @@ class Session:
         """Un-register and close everything; safe to call twice, and in a forked child."""
         self.settle_posted()
         if self.pid == os.getpid() and self._rpc is not None:
+            if self._successor is not None:  # before this instance is un-registered: it is in its name
+                self._successor.clean_up(self._take_owed(self._successor.info))
             for claim in [*self._claims]:
                 self.abort(claim)
         rpc, self._rpc = self._rpc, None
@@ -391,6 +408,15 @@ class Session:
             raise UnsupportedServer(
                 f"{self.connection.url} has chunks of {chunk_size} tokens, {self.http.url} of {self.chunk_size}: "
                 "the two URLs belong to different servers"
+            )
+
+    def _check_pool(self, before: Session) -> None:
+        """A server keeps its pool as long as it runs. A new one under the old name is somebody else's."""
+        same_run = before.info.incarnation is not None and before.info.incarnation == self.info.incarnation
+        if same_run and self.pool and before.pool and self.pool.identity != before.pool.identity:
+            raise PoolNotMappable(
+                f"the shared memory {self.pool.path.name!r} of {self.connection.url} was replaced while that server "
+                "runs; see whether another server was started with its --shm-name, and start it again"
             )
 
     def _register(self, deadline: Deadline) -> None:
@@ -424,9 +450,9 @@ class Session:
                 self.pool = MappedPool(reply.shm_name, reply.pool_size, self.connection.prefault)
             except (OSError, ValueError) as exc:
                 raise PoolNotMappable(
-                    f"the server keeps its cache in shared memory {reply.shm_name!r}, which cannot be opened: {exc}. "
-                    "Run on the same host as the same user (containers: --ipc=host), or start the server without "
-                    "--shm-name"
+                    f"{self.connection.url} keeps its cache in shared memory {reply.shm_name!r}, which cannot be "
+                    f"opened: {exc}. Run on the same host as the same user (containers: --ipc=host), or start the "
+                    "server without --shm-name"
                 ) from exc
 
     def clean_up(self, calls: Sequence[Call], wait: bool = True) -> None:
@@ -463,15 +489,17 @@ class Session:
                     rpc.post(list(chain.from_iterable(phases[number:])))
                     raise
 
-        self._tried(", ".join(sorted({operation for operation, _ in calls})), give_back, rpc)
+        self._tried(", ".join(sorted({operation for operation, _ in calls})), give_back, rpc, calls)
 
-    def _tried(self, names: str, action: Callable[[Rpc], object], rpc: Rpc) -> bool:
+    def _tried(self, names: str, action: Callable[[Rpc], object], rpc: Rpc, calls: Sequence[Call] = ()) -> bool:
         if rpc.lost():
             return True
         try:
             action(rpc)
         except KVCacheSDKError as exc:
             self.mark_stale()
+            if isinstance(exc, ConnectionLost):
+                self._owed += calls
             log.warning("%s failed during clean-up (%s); the server drops the leftovers by itself", names, exc)
             return False
         return True

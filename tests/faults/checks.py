@@ -28,7 +28,9 @@ TIMEOUT = 1.5  # of a client's calls
 # Giving back may take two more waits, and this machine may be busy.
 SLACK = 2 * CLEANUP_SECONDS + 3.0
 
-_NEXT_STEP = re.compile(r"\b(start|see|check|retry|again|is it running|is the server running|give|use|wait|is this)\b")
+_NEXT_STEP = re.compile(
+    r"\b(start|run|see|check|retry|again|is it running|is the server running|give|use|wait|is this)\b", re.IGNORECASE
+)
 
 
 def checksum(kv: torch.Tensor) -> str:

@@ -12,8 +12,10 @@ from tests.faults.proxy import Proxy
 from tests.faults.web import WebProxy
 from tests.servers import Server, release_of
 
-TTL = 3  # seconds after which a server of `impatient` forgets what its clients left
-GRACE = 10  # the same for their registrations; later, because a real server publishes what these have reserved
+# Seconds after which a server of `impatient` forgets what its clients left: locks and reservations, then registrations.
+# Later, because a real server publishes what these have reserved; and 30 s are the least that one takes.
+TTL, REAL_TTL = 2, 3
+GRACE, REAL_GRACE = 8, 30
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -35,17 +37,20 @@ def server(request: pytest.FixtureRequest) -> Iterator[Server]:
 @pytest.fixture(scope="session")
 def impatient(request: pytest.FixtureRequest) -> Iterator[Server]:
     """One that soon gives up on clients that have gone."""
-    flags = [f"--l1-{kind}-ttl-seconds={TTL}" for kind in ("write", "read")]
-    release = release_of(request.param)
-    if release >= (0, 5, 0):  # older ones never forget
-        flags.append(f"--worker-registration-grace-seconds={GRACE}")
-    if release >= (0, 5, 0) and request.param != "embedded":
-        flags.append("--worker-reap-timeout-seconds=4")
-    if release >= (0, 5, 6):
-        flags.append(f"--session-ttl-seconds={TTL}")
-    running = Server(request.param, "shm", pool_mb=40, flags=flags).start()
+    running = Server(request.param, "shm", pool_mb=40, flags=_impatience(request.param)).start()
     yield running
     running.stop()
+
+
+def _impatience(kind: str) -> list[str]:
+    ttl, grace = (TTL, GRACE) if kind == "embedded" else (REAL_TTL, REAL_GRACE)
+    flags = [f"--l1-write-ttl-seconds={ttl}", f"--l1-read-ttl-seconds={ttl}"]
+    if release_of(kind) >= (0, 5, 0):  # older ones never forget a registration
+        flags.append(f"--worker-registration-grace-seconds={grace}")
+        flags += [] if kind == "embedded" else [f"--worker-reap-timeout-seconds={grace}"]
+    if release_of(kind) >= (0, 5, 6):
+        flags.append(f"--session-ttl-seconds={ttl}")
+    return flags
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -76,7 +81,7 @@ def place(server: Server, no_leaks: None) -> Iterator[Place]:
 @pytest.fixture
 def impatient_place(impatient: Server, no_leaks: None) -> Iterator[Place]:
     yield from _place(impatient)
-    wait_clean(impatient, 3 * GRACE)
+    wait_clean(impatient, 3 * REAL_GRACE)
 
 
 def _place(server: Server) -> Iterator[Place]:
