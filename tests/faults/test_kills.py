@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import time
 
+import numpy as np
 import pytest
 import torch
 
@@ -70,9 +71,10 @@ def spawning() -> multiprocessing.context.BaseContext:
     return context
 
 
-def client(connection: Connection, call: str, tokens: list[int], kv: torch.Tensor) -> None:
-    """What the process does that is killed meanwhile."""
+def client(connection: Connection, call: str, tokens: list[int], values: np.ndarray) -> None:
+    """What the process does that is killed meanwhile; ``values`` are the cache's bits."""
     torch.set_num_threads(1)
+    kv = torch.from_numpy(values).view(torch.bfloat16)
     with connection.connect() as ctx:
         if call == "store":
             ctx.store(kv, tokens)
@@ -91,7 +93,8 @@ def test_the_client_is_killed(spawning, impatient_place, corpus, call, where, op
         new, kv = corpus.fresh()
         tokens = new if call == "store" else there
         gate = impatient_place.proxy.gate(where, operation)
-        process = spawning.Process(target=client, args=(impatient_place.connection(PATIENCE), call, tokens, kv))
+        values = kv.view(torch.int16).numpy()
+        process = spawning.Process(target=client, args=(impatient_place.connection(PATIENCE), call, tokens, values))
         process.start()
         gate.wait()
         process.kill()
@@ -110,4 +113,6 @@ def test_the_client_is_killed(spawning, impatient_place, corpus, call, where, op
         if other.lookup(new) < len(new):
             assert other.store(kv, new) is True
         corpus.check_all_visible([there, new])
-    wait_until(lambda: not server.status()["active_sessions"] or server.release < (0, 5, 6), "a session was left")
+    wait_until(
+        lambda: not server.status()["active_sessions"] or server.release < (0, 5, 6), "a session was left", 3 * PATIENCE
+    )

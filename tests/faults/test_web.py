@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 
@@ -54,6 +55,24 @@ def test_a_handshake_with_something_else(place, answer):
     place.web.answer("*", ANSWERS[answer])
     with in_time(), pytest.raises(ServerError) as caught:
         place.connection(TIMEOUT).connect()
+    place.names(caught.value, "connect")
+    assert ("more than 16 MiB" in str(caught.value)) == (answer in ("megabytes", "flood"))
+
+
+@pytest.mark.long
+def test_a_handshake_whose_every_answer_is_slow(place):
+    """The time-out is the whole handshake's, not each request's."""
+    version, seconds = json.dumps("0.5.6").encode(), 6.0
+
+    def slow(request) -> None:
+        request.closing.wait(0.7 * seconds)
+        said(version if request.path == "/lmc_version" else b'{"mp": {"chunk_size": 64}}')(request)
+
+    place.web.answer("*", slow)
+    started = time.monotonic()
+    with pytest.raises(ServerError) as caught:
+        place.connection(seconds).connect()
+    assert time.monotonic() - started < 1.3 * seconds
     place.names(caught.value, "connect")
 
 
