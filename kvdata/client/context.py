@@ -356,6 +356,7 @@ class KVCacheContext:
             self._close_aside(session)
         elif time.monotonic() - self._used > self._session.info.grace_seconds / 2:
             self._session.refresh(deadline)
+        self._session.finish_loading(Deadline(0))
         self._used = time.monotonic()
         return self._session
 

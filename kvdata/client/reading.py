@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from types import TracebackType
 
 import torch
@@ -115,11 +114,14 @@ class Leases:
         self._open = False
         leases, self.each = self.each, []
         session = self.session
+        calls: list[Call] = []
+        for lease in leases:
+            if lease.chunks is None and not session.info.memory_only:
+                session.give_up(lease.request)  # what is not loaded yet cannot be released yet
+            else:
+                calls += lease.give_back(session.world_size, session.instance_id)
         try:
-            session.clean_up(
-                list(chain.from_iterable(lease.give_back(session.world_size, session.instance_id) for lease in leases)),
-                self._wait,
-            )
+            session.clean_up(calls, self._wait)
         finally:
             session.release()
 

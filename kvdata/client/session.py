@@ -17,6 +17,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -114,6 +115,7 @@ class Session:
         self._registered = False
         self._stale = False
         self._owed: list[Call] = []
+        self._loading: list[Request] = []  # lookups that were given up while the server was loading for them
         self._claims: list[Claim] = []  # what may still be reserved for us on the server
         self._users, self._closing, self._counting = 0, False, threading.Lock()
         self._successor: Session | None = None
@@ -229,6 +231,11 @@ class Session:
         # Short polls: the server's own blocking wait would hold the only worker its engines share.
         for attempt in itertools.count():
             waiting = [r for r in requests if r.request_id not in hits]
+            if attempt and not deadline.remaining():
+                raise ServerTimeout(
+                    f"lookup: {self.connection.url} is still loading after {deadline.seconds:g} s; give it more with "
+                    "timeout="
+                )
             answers = self.call_many([("query_prefetch_status", (r.request_id,)) for r in waiting], int, deadline)
             for request, hit in zip(waiting, answers, strict=True):
                 if hit is not None:
@@ -239,11 +246,6 @@ class Session:
                     hits[request.request_id] = hit
             if len(hits) == len(requests):
                 break
-            if not deadline.remaining():
-                raise ServerTimeout(
-                    f"lookup: {self.connection.url} is still loading after {deadline.seconds:g} s; give it more with "
-                    "timeout="
-                )
             time.sleep(min(0.02, 0.0005 * 2**attempt, deadline.remaining()))
         found = [hits[r.request_id] for r in requests]
         if self.world_size > 1 and self.info.release < _FREES_PARTIAL_CHUNKS:
@@ -251,6 +253,28 @@ class Session:
             short = [(r, hit) for r, hit in zip(requests, found, strict=True) if hit < r.chunks]
             self.clean_up([("free_lookup_locks", (r.key(hit, hit + 1), 1)) for r, hit in short])
         return found
+
+    def give_up(self, request: Request) -> None:
+        """Give back what a lookup without an answer locks, once the server has loaded what it locks."""
+        self._loading.append(request)
+
+    def finish_loading(self, deadline: Deadline) -> None:
+        """See what has become of the lookups that were given up, until the deadline. Never raises."""
+        while self._loading:
+            loading, self._loading = self._loading, []
+            for request in loading:
+                if not self._tried("lookup", partial(self._finish, request), self._wire("lookup")):
+                    self._loading.append(request)
+            if not self._loading or not deadline.remaining() or not self.usable():
+                return
+            time.sleep(0.02)
+
+    def _finish(self, request: Request, rpc: Rpc) -> None:
+        done = rpc.call("query_prefetch_status", request.request_id, result=int, deadline=Deadline(CLEANUP_SECONDS))
+        if done is None:
+            self._loading.append(request)
+        else:
+            self.clean_up([("free_lookup_locks", (request.key(), 1)), ("end_session", (request.request_id,))])
 
     def claim(self, request: Request, chunks: Sequence[int], worker: int, deadline: Deadline) -> Claim:
         """Reserve those of ``chunks`` that are missing: `prepare_store`. End it by `settled` or `abort`."""
@@ -384,6 +408,7 @@ class Session:
         """Un-register and close everything; safe to call twice, and in a forked child."""
         self.settle_posted()
         if self.pid == os.getpid() and self._rpc is not None:
+            self._end_loading(self._successor)
             if self._successor is not None:  # before this instance is un-registered: it is in its name
                 self._successor.clean_up(self._take_owed(self._successor.info))
             for claim in [*self._claims]:
@@ -401,6 +426,12 @@ class Session:
         self.http.close()
         if self.pool is not None:
             self.pool.close()
+
+    def _end_loading(self, successor: Session | None) -> None:
+        if successor is not None and successor.info.incarnation == self.info.incarnation:
+            successor._loading += self._loading
+        elif self.usable():
+            self.finish_loading(Deadline(CLEANUP_SECONDS))
 
     def _check_peer(self, deadline: Deadline) -> None:
         chunk_size = self.call("get_chunk_size", result=int, deadline=deadline.shorter(_HANDSHAKE_SECONDS))

@@ -74,17 +74,18 @@ def no_leaks() -> Iterator[None]:
 
 @pytest.fixture
 def place(server: Server, no_leaks: None) -> Iterator[Place]:
-    yield from _place(server)
+    yield from opened(server)
     wait_clean(server)
 
 
 @pytest.fixture
 def impatient_place(impatient: Server, no_leaks: None) -> Iterator[Place]:
-    yield from _place(impatient)
+    yield from opened(impatient)
     wait_clean(impatient, 3 * REAL_GRACE)
 
 
-def _place(server: Server) -> Iterator[Place]:
+def opened(server: Server) -> Iterator[Place]:
+    """A place with proxies; all of it is closed afterwards."""
     there = Place(server, Proxy(server.url, server.release), WebProxy(server.http_url))
     yield there
     there.heal()

@@ -36,7 +36,9 @@ def clear(place, force: bool) -> None:
 
 
 @pytest.mark.parametrize("point", ["lookup", "query_prefetch_status", "prepare_retrieve"])
-@pytest.mark.parametrize("force", [False, True], ids=["clear", "forced clear"])
+@pytest.mark.parametrize(
+    "force", [pytest.param(False, id="clear", marks=pytest.mark.long), pytest.param(True, id="forced clear")]
+)
 def test_cleared_and_used_again_while_a_reader_is_held_up(place, corpus, point, force):
     """What is copied out of memory that was given to others is not returned."""
     ctx = place.connect(timeout=PATIENCE)
@@ -93,7 +95,7 @@ def test_a_writer_that_is_held_up_longer_than_its_reservation_lives(impatient_pl
     corpus.check_all_visible([tokens])
 
 
-@pytest.mark.parametrize("where", ["before", "after"])
+@pytest.mark.parametrize("where", ["before", pytest.param("after", marks=pytest.mark.long)])
 def test_a_reservation_that_comes_after_its_writer_has_given_up(place, corpus, where):
     """Un-registering must not publish what nobody has written."""
     if not place.server.release >= (0, 5, 6):
@@ -128,6 +130,7 @@ def test_a_writer_that_gives_up_leaves_the_reservations_of_others_alone(place, c
         second.store(kv, tokens)
     answer.open()
     second.lookup(tokens)  # on a new connection: the old one has been put away
+    assert place.server.memory()["write_locked_count"] == 4
     commit.open()
     assert winner.result(PATIENCE) is True
     corpus.check_all_visible([tokens])
@@ -150,7 +153,7 @@ def test_threads_that_give_up_do_not_close_a_connection_in_use(place, corpus):
     corpus.check_all_visible([there, tokens])
 
 
-def test_a_hundred_calls_of_threads_on_one_context_while_the_server_stands_still(place, corpus):
+def test_threads_on_one_context_while_the_server_stands_still(place, corpus):
     ctx = place.connect()
     prompts = [corpus.stored(ctx) for _ in range(4)]
     place.server.freeze()

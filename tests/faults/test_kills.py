@@ -28,8 +28,8 @@ SHORT = [
 ]
 
 
-def points() -> list[object]:
-    return [pytest.param(*p, id=" ".join(p), marks=[] if p in SHORT else pytest.mark.long) for p in POINTS]
+def points(short: list[tuple[str, str, str]]) -> list[object]:
+    return [pytest.param(*p, id=" ".join(p), marks=[] if p in short else pytest.mark.long) for p in POINTS]
 
 
 def skip_unless_it_happens(server, operation: str) -> None:
@@ -37,7 +37,7 @@ def skip_unless_it_happens(server, operation: str) -> None:
         pytest.skip("stores go in one message there")
 
 
-@pytest.mark.parametrize(("call", "where", "operation"), points())
+@pytest.mark.parametrize(("call", "where", "operation"), points(SHORT))
 def test_the_server_is_killed_and_started_again(place, corpus, call, where, operation):
     skip_unless_it_happens(place.server, operation)
     ctx = place.connect(timeout=PATIENCE)
@@ -83,7 +83,7 @@ def client(connection: Connection, call: str, tokens: list[int], values: np.ndar
         time.sleep(2 * PATIENCE)  # held at a reply nobody waits for: until it is killed
 
 
-@pytest.mark.parametrize(("call", "where", "operation"), points())
+@pytest.mark.parametrize(("call", "where", "operation"), points(SHORT[:1]))
 def test_the_client_is_killed(spawning, impatient_place, corpus, call, where, operation):
     """What it left is never seen, and gone after the server's time-outs."""
     server = impatient_place.server

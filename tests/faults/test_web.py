@@ -89,7 +89,10 @@ def test_a_handshake_with_a_server_that_talks_nonsense(place, path, answer):
     assert not said_so or place.web.url in said_so or "tests/faults" in said_so
 
 
-@pytest.mark.parametrize("answer", ["html", "500", "nothing", "silence", "drip", "megabytes"])
+LONG = [pytest.param(name, marks=pytest.mark.long) for name in ("500", "silence", "drip", "megabytes")]
+
+
+@pytest.mark.parametrize("answer", ["html", "nothing", *LONG])
 def test_the_http_side_fails_under_an_open_context(place, corpus, answer):
     """Hits need no HTTP; a miss cannot be told from a forgotten model without it, and says so."""
     ctx = place.connect()
