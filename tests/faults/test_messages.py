@@ -6,7 +6,7 @@ import pytest
 
 from kvdata.errors import KVCacheSDKError
 from tests.faults.checks import in_time
-from tests.faults.proxy import answered, double, drop, flipped, truncated
+from tests.faults.proxy import PATIENCE, answered, double, drop, flipped, swapped, truncated
 
 OPERATIONS = {
     "store": ("prepare_store", "commit_store", "lookup", "query_prefetch_status", "end_session"),

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import time
 
+import msgspec
 import pytest
 
-from kvdata.errors import KVCacheSDKError, ServerError
+from kvdata.errors import KVCacheSDKError, ProtocolError, ServerError
 from tests.faults.checks import TIMEOUT, in_time, resources
+from tests.faults.proxy import answered
 from tests.faults.web import endless, raw, said
 
 ANSWERS = {
@@ -87,6 +89,16 @@ def test_a_handshake_with_a_server_that_talks_nonsense(place, path, answer):
             said_so = str(error)
     # What is harmless in it may be passed over.
     assert not said_so or place.web.url in said_so or "tests/faults" in said_so
+
+
+@pytest.mark.parametrize("size", [0, -64])
+def test_a_chunk_size_that_cannot_be(place, size):
+    """Whoever believes it divides by it."""
+    place.web.answer("/config", said(json.dumps({"mp": {"chunk_size": size}}).encode()))
+    place.proxy.replies("get_chunk_size", answered(msgspec.msgpack.encode(size)))
+    with pytest.raises(ProtocolError) as caught:
+        place.connect()
+    place.names(caught.value, "connect")
 
 
 LONG = [pytest.param(name, marks=pytest.mark.long) for name in ("500", "silence", "drip", "megabytes")]
