@@ -2,9 +2,10 @@
 # make check  ruff and mypy                                   make format  let ruff rewrite the sources
 # make bench  measurements into benchmarks/RESULTS.md         make setup   only the environment
 # make live   against a real LMCache server and a real vLLM   make conformance  the suite on a real LMCache server too
+# make faults all that can go wrong, on a real LMCache server too (docs/reliability.md)
 #
 # SERVER       SERVER=lmcache: the demo runs on a real LMCache server instead of kvdata's own
-# RELEASES     RELEASES="0.5.6 0.5.2 0.4.7": LMCache releases for make conformance; the pinned one by default
+# RELEASES     RELEASES="0.5.6 0.5.2 0.4.7": LMCache releases for make conformance and faults; the pinned one by default
 # PYTHON       interpreter for the environment (3.10 or newer)
 # TORCH_INDEX  index with PyTorch's CPU builds, to save the download of a CUDA build where one is not wanted
 PYTHON ?= python3
@@ -19,7 +20,7 @@ READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 EXTRAS := server,train,hf,eval,snapshot,dev
 
-.PHONY: setup demo test lmcache live conformance check format bench clean
+.PHONY: setup demo test lmcache live conformance faults check format bench clean
 
 setup: $(READY)
 
@@ -49,6 +50,10 @@ live: $(READY)
 conformance: $(READY)
 	commands="$$($(BIN)/python -m tests.live.environments $(or $(RELEASES:%=lmcache-%),lmcache))" && \
 	$(BIN)/python -m pytest tests/conformance --lmcache "$$commands" --compatibility docs/compatibility.md
+
+faults: $(READY)
+	commands="$$($(BIN)/python -m tests.live.environments $(or $(RELEASES:%=lmcache-%),lmcache))" && \
+	$(BIN)/python -m pytest tests/faults --long --timeout 300 --lmcache "$$commands"
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -20,15 +20,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="append",
         help="path of a real lmcache command (or several, one a line): the conformance suite runs on its server too",
     )
+    parser.addoption("--long", action="store_true", help="all points of the tests of faults, not one of each kind")
     parser.addoption("--compatibility", type=Path, help="file whose table of outcomes the conformance suite updates")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "long: takes minutes; only with --long")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What takes minutes only runs where it is asked for, with ``-m faults``."""
-    if "faults" not in config.option.markexpr:
-        for item in items:
-            if item.get_closest_marker("faults") is not None:
-                item.add_marker(pytest.mark.skip(reason="takes minutes: make faults, or -m faults"))
+    if not config.getoption("--long"):
+        left = [item for item in items if item.get_closest_marker("long") is None]
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("long") is not None])
+        items[:] = left
 
 
 def lmcache_commands(config: pytest.Config) -> list[str]:

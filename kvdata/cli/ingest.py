@@ -10,7 +10,8 @@ import typer
 
 from kvdata.cli.options import bar, err, load_model, model_folder, out
 from kvdata.client.connection import Connection
-from kvdata.client.discovery import Http, discover
+from kvdata.client.discovery import discover
+from kvdata.client.http import Http
 from kvdata.datasets.ingest import ingest, is_cached, is_prefix_file, lookup_context, read_prompts
 from kvdata.datasets.prefixes import Prefixes, PrefixRecord, Tokenizer
 from kvdata.errors import InvalidRequest

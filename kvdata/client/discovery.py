@@ -7,16 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
-
 from kvdata.client.connection import Connection
+from kvdata.client.deadline import Deadline
+from kvdata.client.http import Http
 from kvdata.client.packings import recall_packing
 from kvdata.errors import (
     GeometryMismatch,
     InvalidRequest,
     ProtocolError,
-    ServerTimeout,
-    ServerUnreachable,
     UnknownPacking,
     UnsupportedLayout,
     UnsupportedServer,
@@ -37,6 +35,7 @@ _SPLIT_FORMATS: dict[str, tuple[int, int]] = {
     "NL_X_TWO_NB_NH_ONE_BS_HS": (2, 5),
     "NL_X_TWO_X_NB_BS_NH_HS": (2, 3),
 }
+_LARGEST_CHUNK = 1 << 20  # tokens
 _FUSED_FORMATS = ("NL_X_NB_NH_BS_TWO_HS", "NL_X_NB_BS_NH_TWO_HS", "NL_X_NB_NH_BS_CS", "NL_X_NB_BS_NH_CS")
 
 
@@ -48,19 +47,23 @@ class ServerInfo:
         release: e.g. ``(0, 5, 6)``.
         chunk_size: tokens in a chunk.
         grace_seconds: how long a silent registration lives.
+        write_ttl_seconds: how long a reservation is kept for its writer.
         engines: published layout (raw) of each model that a serving engine registered.
         clients: model name of each engine-driven instance, by instance id.
         layouts: geometry the embedded server remembers, by model name.
+        incarnation: what the server calls this run of its, if it says so.
         memory_only: everything is in its own memory, and nothing in a second tier.
     """
 
     release: Release
     chunk_size: int
     grace_seconds: float
+    write_ttl_seconds: float
     engines: Mapping[str, Mapping[str, Any]]
     clients: Mapping[int, str]
     layouts: Mapping[str, KVLayout]
     memory_only: bool
+    incarnation: str | None = None
 
     def model_names(self) -> list[str]:
         """All public model names that the server knows."""
@@ -68,73 +71,44 @@ class ServerInfo:
         return sorted(name for name in names if not name.startswith("kvdata/"))
 
 
-class Http:
-    """The server's HTTP side, with foreign errors mapped to ours."""
+def discover(http: Http, deadline: Deadline | None = None) -> ServerInfo:
+    """Read version, configuration and status; `UnsupportedServer` when this client cannot talk to it.
 
-    def __init__(self, http_url: str, timeout: float) -> None:
-        self.url = http_url.rstrip("/")
-        # Proxy settings of the environment are meant for the internet, not for a cache server next door.
-        self._client = httpx.Client(base_url=self.url, timeout=timeout, trust_env=False)
-
-    def request(self, method: str, path: str, **kwargs: Any) -> httpx.Response:
-        """One request; `ServerUnreachable` or `ServerTimeout` name the URL. Status codes are the caller's."""
-        try:
-            try:
-                return self._client.request(method, path, **kwargs)
-            except (httpx.RemoteProtocolError, httpx.ReadError):
-                if method != "GET":
-                    raise
-                # The server may have closed an idle connection just as it was used; asking again changes nothing.
-                return self._client.request(method, path, **kwargs)
-        except httpx.TimeoutException as exc:
-            raise ServerTimeout(f"{method} {self.url}{path}: no answer in time ({type(exc).__name__})") from exc
-        except httpx.TransportError as exc:
-            raise ServerUnreachable(
-                f"{method} {self.url}{path}: {exc} (HTTP); is the server running, and is this the port of its "
-                "--http-port option?"
-            ) from exc
-
-    def json(self, method: str, *paths: str, **kwargs: Any) -> Any:
-        """JSON answer of the first path that exists; `ProtocolError` for anything else."""
-        for path in paths:
-            response = self.request(method, path, **kwargs)
-            if response.status_code != 404 or path == paths[-1]:
-                break
-        if response.status_code != 200:
-            raise ProtocolError(
-                f"{method} {self.url}{path} answered {response.status_code}; is this an LMCache server?"
-            )
-        try:
-            return response.json()
-        except ValueError as exc:
-            raise ProtocolError(f"{method} {self.url}{path} did not answer JSON; is this an LMCache server?") from exc
-
-    def close(self) -> None:
-        """Close pooled connections."""
-        self._client.close()
-
-
-def discover(http: Http) -> ServerInfo:
-    """Read version, configuration and status; `UnsupportedServer` when this client cannot talk to it."""
-    release = read_release(http)
-    config = http.json("GET", "/config", "/conf")
-    status = http.json("GET", "/status")
+    Raises `ProtocolError` for answers that no server gives.
+    """
+    release = read_release(http, deadline)
+    config = http.json("GET", "/config", "/conf", deadline=deadline)
+    status = http.json("GET", "/status", deadline=deadline)
     try:
         settings = config["mp"]
         chunk_size = int(settings["chunk_size"])
+        if not 1 <= chunk_size <= _LARGEST_CHUNK:
+            raise ValueError(f"a sensible chunk size: {chunk_size}")
     except (KeyError, TypeError, ValueError) as exc:
         raise ProtocolError(f"{http.url}/config lacks {exc}; is this an LMCache multiprocess server?") from exc
     _check_mode(settings, http.url)
-    grace = settings.get("worker_registration_grace_seconds")
-    return ServerInfo(
-        release=release,
-        chunk_size=chunk_size,
-        grace_seconds=float(grace) if grace else 3600.0,
-        engines=_engines(status),
-        clients=registered_clients(status),
-        layouts=_remembered_layouts(status),
-        memory_only=_second_tiers(status) == 0,
-    )
+    try:
+        return ServerInfo(
+            release=release,
+            chunk_size=chunk_size,
+            grace_seconds=float(settings.get("worker_registration_grace_seconds") or 3600.0),
+            write_ttl_seconds=_write_ttl(status),
+            engines=_engines(status),
+            clients=registered_clients(status),
+            layouts=_remembered_layouts(status),
+            memory_only=_second_tiers(status) == 0,
+            incarnation=None if (run := settings.get("instance_id")) is None else str(run),
+        )
+    except (AttributeError, KeyError, TypeError, ValueError) as exc:
+        raise ProtocolError(
+            f"{http.url} describes itself in an unknown way: {exc!r}; is this an LMCache server?"
+        ) from exc
+
+
+def _write_ttl(status: Any) -> float:
+    manager = status.get("storage_manager") if isinstance(status, dict) else None
+    found = manager.get("l1_manager") if isinstance(manager, dict) else None
+    return float(found.get("write_ttl_seconds") or 600.0) if isinstance(found, dict) else 600.0
 
 
 def _second_tiers(status: Any) -> int | None:
@@ -149,7 +123,11 @@ def registered_clients(status: Any) -> dict[int, str]:
     meta = status.get("non_cuda_context_meta") if isinstance(status, dict) else None
     if not isinstance(meta, dict):
         return {}
-    return {int(key): str(entry.get("model_name")) for key, entry in meta.items() if isinstance(entry, dict)}
+    return {int(key): str(entry.get("model_name")) for key, entry in meta.items() if _is_entry(key, entry)}
+
+
+def _is_entry(key: str, entry: object) -> bool:
+    return isinstance(entry, dict) and key.isascii() and key.removeprefix("-").isdigit()
 
 
 def engine_models(status: Any) -> set[str]:
@@ -277,9 +255,9 @@ def _bracket(shape: str, places: tuple[int, int], name: str) -> tuple[int, int]:
         raise UnsupportedLayout(f"{name}: heads cannot be read from the published shape {shape!r}") from exc
 
 
-def read_release(http: Http) -> Release:
+def read_release(http: Http, deadline: Deadline | None = None) -> Release:
     """Which release a server is; `UnsupportedServer` for one that is too old."""
-    answer = http.json("GET", "/lmc_version")
+    answer = http.json("GET", "/lmc_version", deadline=deadline)
     try:
         release = parse_release(answer)
     except (TypeError, ValueError) as exc:

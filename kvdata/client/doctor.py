@@ -12,9 +12,11 @@ import torch
 
 from kvdata.client.connection import Connection
 from kvdata.client.context import KVCacheContext
-from kvdata.client.discovery import Http, ServerInfo, discover, read_release
+from kvdata.client.deadline import Deadline
+from kvdata.client.discovery import ServerInfo, discover, read_release
+from kvdata.client.http import Http
 from kvdata.client.packings import recall_packing
-from kvdata.client.rpc import Deadline, Rpc
+from kvdata.client.rpc import Rpc
 from kvdata.errors import (
     GeometryMismatch,
     KVCacheSDKError,

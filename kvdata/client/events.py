@@ -16,8 +16,9 @@ import msgspec
 import zmq
 
 from kvdata.client.connection import Connection
-from kvdata.client.discovery import EventSettings, Http, event_settings
-from kvdata.client.rpc import Deadline
+from kvdata.client.deadline import Deadline
+from kvdata.client.discovery import EventSettings, event_settings
+from kvdata.client.http import Http
 from kvdata.errors import (
     ConnectionLost,
     InvalidRequest,

@@ -7,20 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from types import TracebackType
 
 import torch
 
 from kvdata.client.copying import Pair, copy_all
+from kvdata.client.deadline import Deadline
 from kvdata.client.request import Request
-from kvdata.client.rpc import Call, Deadline
+from kvdata.client.rpc import Call
 from kvdata.client.selection import WHOLE, Selection, runs
 from kvdata.client.session import Session
 from kvdata.client.transfer import Vanished, check_pool, chunk_tensors
-from kvdata.errors import GeometryMismatch, ProtocolError
+from kvdata.errors import GeometryMismatch
 from kvdata.layout import KVLayout, Part
-from kvdata.wire.messages import PreparedRetrieve
+from kvdata.wire.messages import PreparedRetrieve, Slot
 
 # Token ids and salt of each prefix.
 Wanted = Sequence[tuple[Sequence[int], str]]
@@ -37,6 +37,7 @@ class Lease:
         asked: workers that were asked for them. The reply may be lost.
         gone: workers that did not have them any more, and have released their locks by that.
         workers: each worker's chunks of the span, as flat tensors.
+        slots: where they lie; empty in pickle mode.
     """
 
     request: Request
@@ -45,6 +46,7 @@ class Lease:
     asked: set[int] = field(default_factory=set)
     gone: set[int] = field(default_factory=set)
     workers: list[list[torch.Tensor]] = field(repr=False, default_factory=list)
+    slots: list[list[Slot]] = field(repr=False, default_factory=list)
 
     @property
     def hit(self) -> int:
@@ -91,8 +93,10 @@ class Leases:
     """
 
     def __init__(self, session: Session, wanted: Wanted, wait: bool = True) -> None:
-        self._session = session
+        self.session = session
         self._wait = wait
+        self._open = True
+        session.hold()
         self.each = [Lease(session.request(ids, salt)) for ids, salt in wanted]
 
     def __enter__(self) -> Leases:
@@ -105,47 +109,79 @@ class Leases:
 
     def close(self) -> None:
         """Give all locks back; what is mapped is invalid from here on. Never raises."""
+        if not self._open:
+            return
+        self._open = False
         leases, self.each = self.each, []
-        session = self._session
-        session.clean_up(
-            list(chain.from_iterable(lease.give_back(session.world_size, session.instance_id) for lease in leases)),
-            self._wait,
-        )
+        session = self.session
+        calls: list[Call] = []
+        for lease in leases:
+            if lease.chunks is None and not session.info.memory_only:
+                session.give_up(lease.request)  # what is not loaded yet cannot be released yet
+            else:
+                calls += lease.give_back(session.world_size, session.instance_id)
+        try:
+            session.clean_up(calls, self._wait)
+        finally:
+            session.release()
 
     def look_up(self, deadline: Deadline) -> Leases:
         """Ask what is there, and lock it."""
         asked = [lease for lease in self.each if lease.request.chunks]
         for lease in self.each:
             lease.chunks = None if lease.request.chunks else 0
-        with self._session.waiting():
-            found = self._session.lookup([lease.request for lease in asked], deadline) if asked else []
+        found = self.session.lookup([lease.request for lease in asked], deadline) if asked else []
         for lease, chunks in zip(asked, found, strict=True):
             lease.chunks = chunks
         return self
 
     def prepare(self, deadline: Deadline, selection: Selection = WHOLE) -> Leases:
         """Map the chunks that the selection needs; `Vanished` when the server lost some meanwhile."""
-        session = self._session
+        session = self.session
         asked = []
         for lease in self.each:
             lease.span = _chunks(selection.tokens(lease.hit), session.chunk_size)
             for worker in range(session.world_size) if lease.span else ():
                 lease.asked.add(worker)
                 asked.append((lease, worker))
-        calls: list[Call] = [("prepare_retrieve", (lease.key(w), session.instance_id)) for lease, w in asked]
-        with session.waiting():
-            replies = session.call_many(calls, PreparedRetrieve, deadline)
-        for (lease, worker), reply in zip(asked, replies, strict=True):
-            if reply is None:
-                raise ProtocolError("prepare_retrieve answered nothing")
+        for (lease, worker), reply in zip(asked, self._prepared(asked, deadline), strict=True):
             if reply.success:
                 lease.workers.append(chunk_tensors(session, reply, len(lease.span)))
+                lease.slots.append(reply.context.slots)
             else:
                 lease.gone.add(worker)
-        if any(lease.gone for lease in self.each):
-            raise Vanished("chunks vanished between lookup and retrieve")
-        check_pool(session, "retrieve")
+        self._check_gone()
         return self
+
+    def check(self) -> None:
+        """`ConnectionLost` when what is mapped is not the server's memory any more: before each copy."""
+        check_pool(self.session, "retrieve")
+
+    def confirm(self, deadline: Deadline) -> None:
+        """`Vanished` unless what has been copied was there, and locked, until now.
+
+        A lock ends with the server's read TTL, if this process was held up for so long, and with a forced clear: what
+        was copied then may be another's. The server knows; it answers the same only where nothing of that happened.
+        """
+        session = self.session
+        self.check()
+        if session.pool is None:
+            return
+        asked = [(lease, worker) for lease in self.each for worker in sorted(lease.asked)]
+        for (lease, worker), reply in zip(asked, self._prepared(asked, deadline), strict=True):
+            if not reply.success or reply.context.slots != lease.slots[worker]:
+                lease.gone.add(worker)
+        self._check_gone()
+
+    def _prepared(self, asked: Sequence[tuple[Lease, int]], deadline: Deadline) -> list[PreparedRetrieve]:
+        session = self.session
+        calls: list[Call] = [("prepare_retrieve", (lease.key(w), session.instance_id)) for lease, w in asked]
+        replies = session.call_many(calls, PreparedRetrieve, deadline)
+        return [session.told("prepare_retrieve", reply) for reply in replies]
+
+    def _check_gone(self) -> None:
+        if any(lease.gone for lease in self.each):
+            raise Vanished("chunks were taken from the server while they were read")
 
 
 def readable_chunks(session: Session, ids: Sequence[int], salt: str, deadline: Deadline) -> int:

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
@@ -19,11 +18,14 @@ from typing import Any, TypeAlias, TypeVar
 import msgspec
 import zmq
 
+from kvdata.client.deadline import Deadline
 from kvdata.errors import ConnectionLost, InvalidRequest, ProtocolError, ServerTimeout, ServerUnreachable
 from kvdata.wire.messages import NEWEST, Release, decode, operation_numbers
 
 T = TypeVar("T")
 Call: TypeAlias = tuple[str, tuple[Any, ...]]
+# Gets the result frame of a reply that comes after its call has given up.
+Late: TypeAlias = Callable[["bytes | None"], None]
 
 # A live server on this host or rack accepts a TCP connection in milliseconds.
 _CONNECT_SECONDS = 5.0
@@ -31,20 +33,6 @@ _FLUSH_MS = 200
 # Deeper pipelines are no faster, and leave more unread in a server when a client is stopped.
 _IN_FLIGHT = 32
 _POSTED_SECONDS = 2.0
-
-
-class Deadline:
-    """A point in time that ends a whole operation, however many messages it takes."""
-
-    __slots__ = ("_end", "seconds")
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        self._end = time.monotonic() + seconds
-
-    def remaining(self) -> float:
-        """Seconds left, never negative."""
-        return max(0.0, self._end - time.monotonic())
 
 
 @dataclass
@@ -69,7 +57,9 @@ class Rpc:
         self._lock = threading.Lock()
         self._uid = 0
         self._lost = False
-        self._posted: dict[bytes, _Group] = {}
+        self._closing = False
+        self._posted: dict[bytes, tuple[_Group, Call]] = {}
+        self._late: dict[bytes, Late] = {}
         self._zmq = zmq.Context()
         try:
             self._open()
@@ -88,24 +78,36 @@ class Rpc:
         self._poller.register(self._monitor, zmq.POLLIN)
         self._socket.connect(self.url)
 
-    def call(self, operation: str, *args: Any, result: type[T], deadline: Deadline) -> T | None:
+    def call(
+        self, operation: str, *args: Any, result: type[T], deadline: Deadline, late: Late | None = None
+    ) -> T | None:
         """Send one request and wait for its reply; None is the protocol's null."""
-        return self.call_many([(operation, args)], result, deadline)[0]
+        return self.call_many([(operation, args)], result, deadline, late)[0]
 
-    def call_many(self, calls: Sequence[Call], result: type[T], deadline: Deadline) -> list[T | None]:
+    def call_many(
+        self, calls: Sequence[Call], result: type[T], deadline: Deadline, late: Late | None = None
+    ) -> list[T | None]:
         """Replies to several requests, which are in flight together; None is the protocol's null.
 
         Late replies of earlier requests that timed out are read and dropped on the way, so that they never
-        pile up in the server. Where one call fails, so do all: which of them took effect is unknown then.
+        pile up in the server. Where one call fails, so do all: which of them took effect is unknown then, unless
+        its reply comes after all and ``late`` is told.
         """
         if not calls:
             return []
         with self._alone(calls[0][0], deadline):
-            frames = self._exchange(calls, deadline)
+            frames = self._exchange(calls, deadline, late)
+        return [None if frame is None else self.decoded(calls[0][0], frame, result) for frame in frames]
+
+    def decoded(self, operation: str, frame: bytes, result: type[T]) -> T:
+        """What a reply's result frame says; `ProtocolError` when it is not a ``result``."""
         try:
-            return [None if frame is None else decode(frame, result) for frame in frames]
+            return decode(frame, result)
         except ProtocolError as exc:
-            raise ProtocolError(f"{calls[0][0]}: {self.url} sent an answer that is none: {exc}") from exc
+            raise ProtocolError(
+                f"{operation}: {self.url} sent an answer that is none: {exc}; see the server's log, and whether kvdata "
+                "knows its release"
+            ) from exc
 
     def post(self, calls: Sequence[Call], then: Sequence[Call] = ()) -> None:
         """Send requests without waiting for their replies, and ``then`` others once all of them are answered.
@@ -123,41 +125,90 @@ class Rpc:
         with self._alone("clean-up", deadline):
             self._settle(deadline)
 
+    def take_unfinished(self) -> list[Call]:
+        """What was to follow posted requests that are not answered; they are not waited for any more.
+
+        And where the peer went away these requests themselves, for they may not have reached it.
+        """
+        with self._holding("clean-up", Deadline(_POSTED_SECONDS)):
+            posted = list(self._posted.values())
+            self._posted.clear()
+        followers = {id(group): group.then for group, _ in posted}
+        return [call for _, call in posted if self._lost] + [call for then in followers.values() for call in then]
+
     def lost(self) -> bool:
         """True once the peer has gone away, even if another server has taken its place since."""
-        if not self._lost and self._monitor.poll(0):
+        # A socket is one thread's at a time. Whoever has it notices by himself.
+        if not self._lost and self._lock.acquire(blocking=False):
+            try:
+                self._look()
+            finally:
+                self._lock.release()
+        return self._lost
+
+    def _look(self) -> bool:
+        if not self._lost and (self._zmq.closed or self._monitor.poll(0)):
             self._lost = True
         return self._lost
 
     def close(self) -> None:
-        """Close the socket and end its I/O thread."""
-        if not self._zmq.closed:
-            self._socket.disable_monitor()
-            # What was posted last must still leave; a stopped server's kernel takes it at once.
-            self._zmq.destroy(linger=0 if self._lost else _FLUSH_MS)
+        """Close the socket and end its I/O thread; where another thread is in a call, at the end of that."""
+        self._closing = True
+        self._end()
+
+    def _end(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            return  # its holder does it
+        try:
+            if not self._zmq.closed:
+                self._socket.disable_monitor()
+                # What was posted last must still leave; a stopped server's kernel takes it at once.
+                self._zmq.destroy(linger=0 if self._lost else _FLUSH_MS)
+        finally:
+            self._lock.release()
 
     @contextmanager
-    def _alone(self, operation: str, deadline: Deadline) -> Iterator[None]:
+    def _holding(self, operation: str, deadline: Deadline) -> Iterator[None]:
         if not self._lock.acquire(timeout=deadline.remaining()):
-            raise ServerTimeout(f"{operation}: another thread kept the connection for {deadline.seconds:g} s")
+            raise ServerTimeout(
+                f"{operation}: another thread kept the connection to {self.url} for {deadline.seconds:g} s; give "
+                "threads that share a context more time, or contexts of their own"
+            )
         try:
             yield
         finally:
             self._lock.release()
+            if self._closing:
+                self._end()
+
+    @contextmanager
+    def _alone(self, operation: str, deadline: Deadline) -> Iterator[None]:
+        with self._holding(operation, deadline):
+            if self._zmq.closed:
+                raise ConnectionLost(f"{operation}: the connection to {self.url} was closed meanwhile; call again")
+            try:
+                yield
+            except zmq.ZMQError as exc:  # the peer went away between a look and a use
+                self._lost = True
+                raise ConnectionLost(f"{operation}: the connection to {self.url} broke ({exc}); call again") from exc
 
     def _post(self, calls: Sequence[Call], then: Sequence[Call]) -> None:
         group = _Group(then, len(calls))
         for operation, args in calls:
-            self._posted[self._send(operation, args, Deadline(_FLUSH_MS / 1000))] = group
+            self._posted[self._send(operation, args, Deadline(_FLUSH_MS / 1000))] = group, (operation, args)
 
     def _settle(self, deadline: Deadline) -> None:
         while self._posted:
-            self._answered(self._receive("clean-up", deadline)[0])
+            self._answered(*self._receive("clean-up", deadline))
 
-    def _answered(self, uid: bytes) -> None:
+    def _answered(self, uid: bytes, *answer: bytes) -> None:
         """A reply that nobody waits for."""
-        group = self._posted.pop(uid, None)
-        if group is not None:
+        late = self._late.pop(uid, None)
+        if late is not None:
+            late(answer[1] if len(answer) > 1 else None)
+        posted = self._posted.pop(uid, None)
+        if posted is not None:
+            group = posted[0]
             group.left -= 1
             if not group.left:
                 self._post(group.then, ())
@@ -167,11 +218,14 @@ class Rpc:
         uid = msgspec.msgpack.encode(self._uid)
         frames = [uid, msgspec.msgpack.encode(self._numbers[operation])]
         frames += [msgspec.msgpack.encode(arg) for arg in args]
-        if self.lost():
-            raise ConnectionLost(f"{operation}: the server at {self.url} went away")
+        if self._look():
+            raise ConnectionLost(f"{operation}: the server at {self.url} went away; call again")
         patience = min(deadline.remaining(), _CONNECT_SECONDS)
         if not patience:
-            raise ServerTimeout(f"{operation}: not sent, the {deadline.seconds:.1f} s of the operation were used up")
+            raise ServerTimeout(
+                f"{operation}: not sent to {self.url}, the {deadline.seconds:.1f} s of the operation were used up; see "
+                "the server's log, or give it more with timeout="
+            )
         if not self._socket.poll(int(1000 * patience), zmq.POLLOUT):
             raise ServerUnreachable(
                 f"{operation}: no server accepts connections at {self.url} (ZMQ, waited {patience:.1f} s); "
@@ -184,25 +238,31 @@ class Rpc:
             self._socket.disable_monitor()
             self._socket.close(0)
             self._posted.clear()
+            self._late.clear()
             self._open()
             raise
         return uid
 
-    def _exchange(self, calls: Sequence[Call], deadline: Deadline) -> list[bytes | None]:
+    def _exchange(self, calls: Sequence[Call], deadline: Deadline, late: Late | None) -> list[bytes | None]:
         """Result frames of ``calls``; replies may come in any order."""
         places: dict[bytes, int] = {}  # of what is in flight
         frames: list[bytes | None] = [None] * len(calls)
         unsent = iter(enumerate(calls))
         left = len(calls)
-        while left:
-            for place, (operation, args) in itertools.islice(unsent, _IN_FLIGHT - len(places)):
-                places[self._send(operation, args, deadline)] = place
-            uid, *answer = self._receive(calls[0][0], deadline)
-            if uid in places:
-                frames[places.pop(uid)] = answer[1] if len(answer) > 1 else None
-                left -= 1
-            else:
-                self._answered(uid)
+        try:
+            while left:
+                for place, (operation, args) in itertools.islice(unsent, _IN_FLIGHT - len(places)):
+                    places[self._send(operation, args, deadline)] = place
+                uid, *answer = self._receive(calls[0][0], deadline)
+                if uid in places:
+                    frames[places.pop(uid)] = answer[1] if len(answer) > 1 else None
+                    left -= 1
+                else:
+                    self._answered(uid, *answer)
+        except BaseException:
+            if late is not None:
+                self._late.update(dict.fromkeys(places, late))
+            raise
         return frames
 
     def _receive(self, operation: str, deadline: Deadline) -> list[bytes]:
@@ -214,7 +274,7 @@ class Rpc:
                 return self._socket.recv_multipart()
             if self._monitor in ready:
                 self._lost = True
-                raise ConnectionLost(f"{operation}: the server at {self.url} went away before it answered")
+                raise ConnectionLost(f"{operation}: the server at {self.url} went away before it answered; call again")
             if not remaining:
                 raise ServerTimeout(
                     f"{operation}: no answer from {self.url} within {deadline.seconds:g} s; whether it took effect "

@@ -11,15 +11,19 @@ import itertools
 import logging
 import os
 import secrets
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
 from typing import Any, TypeVar
 
 from kvdata.client.connection import Connection
+from kvdata.client.deadline import Deadline
 from kvdata.client.discovery import (
-    Http,
     ServerInfo,
     discover,
     engine_models,
@@ -27,9 +31,11 @@ from kvdata.client.discovery import (
     registered_clients,
     registered_world_size,
 )
+from kvdata.client.http import Http
 from kvdata.client.request import Request
-from kvdata.client.rpc import Call, Deadline, Rpc
+from kvdata.client.rpc import Call, Rpc
 from kvdata.errors import (
+    ConnectionLost,
     KVCacheSDKError,
     ModelNotRegistered,
     PoolNotMappable,
@@ -40,7 +46,7 @@ from kvdata.errors import (
 )
 from kvdata.layout import KVLayout, dtype_name
 from kvdata.wire.keys import chunk_hashes, kv_rank
-from kvdata.wire.messages import Registered, Registration
+from kvdata.wire.messages import PreparedStore, Registered, Registration, decode
 from kvdata.wire.shm import MappedPool
 
 T = TypeVar("T")
@@ -53,27 +59,69 @@ _DELETES = (0, 5, 2)
 _FREES_PARTIAL_CHUNKS = (0, 5, 6)
 
 
+@dataclass(eq=False)
+class Claim:
+    """Chunks of one worker that a store wants to write, and what the server has reserved for it.
+
+    Attributes:
+        reply: what it told; None while that is not known.
+        since: when it was asked, `time.monotonic`.
+        expired: it came to its end, and what is reserved now may be another's.
+    """
+
+    request: Request
+    chunks: Sequence[int]
+    worker: int
+    reply: PreparedStore | None = None
+    since: float = field(default_factory=time.monotonic)
+    expired: bool = False
+
+    def answered_late(self, frame: bytes | None) -> None:
+        """Take the reply that came after its call had given up."""
+        with suppress(ProtocolError):
+            self.reply = None if frame is None else decode(frame, PreparedStore)
+
+    @property
+    def reserved(self) -> list[int]:
+        """Numbers of the chunks that are reserved, or may be: all when the server has not told."""
+        if self.reply is None:
+            return list(self.chunks)
+        told = [self.chunks[0] + index for index in self.reply.context.chunk_indices]
+        return told if set(told) <= set(self.chunks) else list(self.chunks)
+
+
 class Session:
-    """Registers with the server on creation; `close` un-registers.
+    """Registers with the server on creation; `close` un-registers, once nobody uses it any more.
 
     Args:
         connection: where and what.
         known_layout: geometry learnt in an earlier session, used when nothing on the server says it any more.
+        predecessor: the session before this one, with the same server or another.
+        deadline: of the handshake; by default the connection's time-out.
     """
 
-    def __init__(self, connection: Connection, known_layout: KVLayout | None = None) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        known_layout: KVLayout | None = None,
+        predecessor: Session | None = None,
+        deadline: Deadline | None = None,
+    ) -> None:
         self.connection = connection
         self.pid = os.getpid()
         self.pool: MappedPool | None = None
         self._registered = False
         self._stale = False
         self._owed: list[Call] = []
-        self._reserving = False  # a reservation of ours may still be pending on the server
-        deadline = Deadline(connection.timeout)
+        self._loading: list[Request] = []  # lookups that were given up while the server was loading for them
+        self._claims: list[Claim] = []  # what may still be reserved for us on the server
+        self._users, self._closing, self._counting = 0, False, threading.Lock()
+        self._successor: Session | None = None
+        deadline = deadline or Deadline(connection.timeout)
         self.http = Http(connection.http_url, min(connection.timeout, _HANDSHAKE_SECONDS))
         self._rpc: Rpc | None = None
         try:
-            self.info = discover(self.http)
+            self.info = discover(self.http, deadline)
             self.layout, served = _resolve(self.info, connection, known_layout)
             if served:
                 self.world_size = registered_world_size(self.info.engines[connection.model_name])
@@ -92,6 +140,8 @@ class Session:
                 )
             self._check_peer(deadline)
             self._register(deadline)
+            if predecessor is not None:
+                self._check_pool(predecessor)
         except BaseException:
             self.close()
             raise
@@ -105,10 +155,42 @@ class Session:
         """A new request for the connection's model."""
         return Request.create(self.connection.model_name, self.world_size, salt, self.chunk_size, ids)
 
-    def call(self, operation: str, *args: Any, result: type[T], deadline: Deadline) -> T | None:
-        """One operation on the wire."""
-        assert self._rpc is not None
-        return self._rpc.call(operation, *args, result=result, deadline=deadline)
+    def hold(self) -> None:
+        """Keep it open until `release`: un-registering would publish what another thread is writing."""
+        with self._counting:
+            self._users += 1
+
+    def release(self) -> None:
+        """The end of one `hold`."""
+        with self._counting:
+            self._users -= 1
+            last = self._closing and not self._users
+        if last:
+            self.end()
+
+    @contextmanager
+    def held(self) -> Iterator[Session]:
+        """`hold` and `release` around a block."""
+        self.hold()
+        try:
+            yield self
+        finally:
+            self.release()
+
+    def call(self, operation: str, *args: Any, result: type[T], deadline: Deadline) -> T:
+        """One operation on the wire; `ProtocolError` when its answer is null."""
+        return self.told(operation, self.call_many([(operation, args)], result, deadline)[0])
+
+    def _wire(self, operation: str) -> Rpc:
+        if self._rpc is None:
+            raise ConnectionLost(f"{operation}: the connection to {self.connection.url} was closed; call again")
+        return self._rpc
+
+    def told(self, operation: str, answer: T | None) -> T:
+        """An answer; `ProtocolError` for null, where that means nothing."""
+        if answer is None:
+            raise ProtocolError(f"{operation}: {self.connection.url} answered nothing; see the server's log")
+        return answer
 
     def usable(self) -> bool:
         """False when the process forked, the server went away, or another pool took the name."""
@@ -131,9 +213,11 @@ class Session:
             raise
 
     def call_many(self, calls: Sequence[Call], result: type[T], deadline: Deadline) -> list[T | None]:
-        """Several operations, in flight together."""
-        assert self._rpc is not None
-        return self._rpc.call_many(calls, result, deadline)
+        """Several operations, in flight together; None is the protocol's null."""
+        if not calls:
+            return []
+        with self.waiting():
+            return self._wire(calls[0][0]).call_many(calls, result, deadline)
 
     def lookup(self, requests: Sequence[Request], deadline: Deadline) -> list[int]:
         """Leading chunks that the server holds of each; they stay read-locked until retrieved or released.
@@ -145,16 +229,21 @@ class Session:
         # Short polls: the server's own blocking wait would hold the only worker its engines share.
         for attempt in itertools.count():
             waiting = [r for r in requests if r.request_id not in hits]
+            if attempt and not deadline.remaining():
+                raise ServerTimeout(
+                    f"lookup: {self.connection.url} is still loading after {deadline.seconds:g} s; give it more with "
+                    "timeout="
+                )
             answers = self.call_many([("query_prefetch_status", (r.request_id,)) for r in waiting], int, deadline)
             for request, hit in zip(waiting, answers, strict=True):
                 if hit is not None:
                     if not 0 <= hit <= request.chunks:
-                        raise ProtocolError(f"lookup of {request.chunks} chunks answered {hit}")
+                        raise ProtocolError(
+                            f"lookup of {request.chunks} chunks: {self.connection.url} answered {hit}; see its log"
+                        )
                     hits[request.request_id] = hit
             if len(hits) == len(requests):
                 break
-            if not deadline.remaining():
-                raise ServerTimeout(f"lookup: still loading after {deadline.seconds:g} s")
             time.sleep(min(0.02, 0.0005 * 2**attempt, deadline.remaining()))
         found = [hits[r.request_id] for r in requests]
         if self.world_size > 1 and self.info.release < _FREES_PARTIAL_CHUNKS:
@@ -163,14 +252,82 @@ class Session:
             self.clean_up([("free_lookup_locks", (r.key(hit, hit + 1), 1)) for r, hit in short])
         return found
 
-    def abort(self, request: Request, chunks: Sequence[int], worker: int) -> None:
-        """Discard reservations of a failed store before anything could publish them. Never raises."""
+    def give_up(self, request: Request) -> None:
+        """Give back what a lookup without an answer locks, once the server has loaded what it locks."""
+        self._loading.append(request)
+
+    def finish_loading(self, deadline: Deadline) -> None:
+        """See what has become of the lookups that were given up, until the deadline. Never raises."""
+        while self._loading:
+            loading, self._loading = self._loading, []
+            for request in loading:
+                if not self._tried("lookup", partial(self._finish, request), self._wire("lookup")):
+                    self._loading.append(request)
+            if not self._loading or not deadline.remaining() or not self.usable():
+                return
+            time.sleep(0.02)
+
+    def _finish(self, request: Request, rpc: Rpc) -> None:
+        done = rpc.call("query_prefetch_status", request.request_id, result=int, deadline=Deadline(CLEANUP_SECONDS))
+        if done is None:
+            self._loading.append(request)
+        else:
+            self.clean_up([("free_lookup_locks", (request.key(), 1)), ("end_session", (request.request_id,))])
+
+    def claim(self, request: Request, chunks: Sequence[int], worker: int, deadline: Deadline) -> Claim:
+        """Reserve those of ``chunks`` that are missing: `prepare_store`. End it by `settled` or `abort`."""
+        claim = Claim(request, chunks, worker)
+        self._claims.append(claim)
+        key = request.key(chunks[0], worker=worker)
         try:
-            self.delete(request, chunks, force=True, worker=worker)
+            with self.waiting():
+                reply = self._wire("prepare_store").call(
+                    "prepare_store",
+                    key,
+                    self.instance_id,
+                    result=PreparedStore,
+                    deadline=deadline,
+                    late=claim.answered_late,
+                )
+            claim.reply = self.told("prepare_store", reply)
+        except BaseException:
+            self.abort(claim)
+            raise
+        return claim
+
+    def settled(self, claim: Claim) -> None:
+        """Nothing of it is reserved any more."""
+        self._claims.remove(claim)
+
+    def abort(self, claim: Claim) -> None:
+        """Discard what a failed store has reserved before anything could publish it. Never raises.
+
+        Where that fails, `end` tries once more, and does not un-register if it fails again: that would publish it.
+        """
+        if claim.expired:
+            return  # nor would un-registering do another's any good
+        try:
+            if claim.reply is None:
+                self._await_claim(claim)
+            if claim.reserved:
+                self.delete(claim.request, claim.reserved, force=True, worker=claim.worker)
+            self.settled(claim)
         except KVCacheSDKError as exc:
-            self._reserving = True
             self.mark_stale()
             log.warning("a failed store could not be aborted (%s); the server drops it after its write TTL", exc)
+
+    def _await_claim(self, claim: Claim) -> None:
+        """Wait until the server has come to a `prepare_store` whose reply is outstanding.
+
+        It serves one connection's transfers in their order, so that whatever it answers next comes later. A deletion
+        that overtakes a reservation would leave it there.
+        """
+        wire = self._wire("prepare_store")
+        if not wire.lost():
+            key = claim.request.key(claim.chunks[0], worker=claim.worker)
+            deadline = Deadline(CLEANUP_SECONDS)
+            wire.call("commit_retrieve", key, self.instance_id, result=bool, deadline=deadline)
+            wire.call("end_session", claim.request.request_id, result=object, deadline=deadline)  # this began it anew
 
     def delete(
         self, request: Request, chunks: Sequence[int], force: bool = False, worker: int | None = None
@@ -193,21 +350,23 @@ class Session:
             for i in chunks
         ]
         body = {"tier": "l1", "force": force, "keys": keys}
-        answer = self.http.json("DELETE", "/cache/objects", json=body, timeout=CLEANUP_SECONDS)
+        answer = self.http.json("DELETE", "/cache/objects", json=body, deadline=Deadline(CLEANUP_SECONDS))
         try:
             return int(answer["deleted"]), int(answer["skipped"])
         except (KeyError, TypeError, ValueError) as exc:
-            raise ProtocolError(f"DELETE /cache/objects answered without a count: {exc!r}") from exc
+            raise ProtocolError(
+                f"delete: {self.http.url}/cache/objects answered without a count: {exc!r}; is this an LMCache server?"
+            ) from exc
 
-    def is_registered(self) -> bool:
+    def is_registered(self, deadline: Deadline) -> bool:
         """Whether lookups of the model can hit at all: an engine or this session has it registered."""
-        status = self.http.json("GET", "/status")
+        status = self.http.json("GET", "/status", deadline=deadline)
         mine = registered_clients(status).get(self.instance_id) == self.name
         return mine and (self.name == self.connection.model_name or self.connection.model_name in engine_models(status))
 
-    def memory(self) -> tuple[int, int]:
+    def memory(self, deadline: Deadline) -> tuple[int, int]:
         """``(used, total)`` bytes of the server's pool."""
-        status = self.http.json("GET", "/status")
+        status = self.http.json("GET", "/status", deadline=deadline)
         try:
             manager = status["storage_manager"]["l1_manager"]
             return int(manager["memory_used_bytes"]), int(manager["memory_total_bytes"])
@@ -218,34 +377,75 @@ class Session:
         """Tell the server that this instance lives. Re-registering is the ping that publishes nothing."""
         self._register(deadline)
 
-    def take_owed(self) -> list[Call]:
-        """What could not be given back because the server did not answer; for `clean_up` of the next session."""
-        owed, self._owed = self._owed, []
-        return [] if self._rpc is None or self._rpc.lost() else owed  # a server that has gone has forgotten it
+    def _take_owed(self, successor: ServerInfo) -> list[Call]:
+        """What could not be given back over this connection.
 
-    def close(self) -> None:
+        Nothing where another server has taken the place of this one: it knows nothing of it.
+        """
+        owed, self._owed = self._owed, []
+        if self._rpc is None or not self._rpc.lost():
+            return owed
+        if self.info.incarnation is None or self.info.incarnation != successor.incarnation:
+            return []
+        owed += self._rpc.take_unfinished()
+        if self._registered and not self._claims:
+            self._registered = False
+            owed.append(("unregister", (self.instance_id,)))
+        return owed
+
+    def close(self, successor: Session | None = None) -> None:
+        """`end`, as soon as nobody uses it; the successor gives back what it still holds on the server then."""
+        self._successor = successor
+        with self._counting:
+            self._closing = True
+            if self._users:
+                return
+        self.end()
+
+    def end(self) -> None:
         """Un-register and close everything; safe to call twice, and in a forked child."""
         self.settle_posted()
+        if self.pid == os.getpid() and self._rpc is not None:
+            self._end_loading(self._successor)
+            if self._successor is not None:  # before this instance is un-registered: it is in its name
+                self._successor.clean_up(self._take_owed(self._successor.info))
+            for claim in [*self._claims]:
+                self.abort(claim)
         rpc, self._rpc = self._rpc, None
         if self.pid != os.getpid():
             return  # sockets and registration belong to the parent
         if rpc is not None:
             # Un-registering publishes a pending reservation as if it were written; left alone, it expires.
-            if self._registered and not self._reserving:
+            if self._registered and not self._claims:
                 self._clean_up(rpc, [("unregister", (self.instance_id,))])
-            if self._owed:
+            if self._owed and not rpc.lost():
                 self._tried("clean-up", lambda rpc: rpc.post(self._owed), rpc)  # the last chance, without waiting
             rpc.close()
         self.http.close()
         if self.pool is not None:
             self.pool.close()
 
+    def _end_loading(self, successor: Session | None) -> None:
+        if successor is not None and successor.info.incarnation == self.info.incarnation:
+            successor._loading += self._loading
+        elif self.usable():
+            self.finish_loading(Deadline(CLEANUP_SECONDS))
+
     def _check_peer(self, deadline: Deadline) -> None:
-        chunk_size = self.call("get_chunk_size", result=int, deadline=_shorter(deadline))
+        chunk_size = self.call("get_chunk_size", result=int, deadline=deadline.shorter(_HANDSHAKE_SECONDS))
         if chunk_size != self.chunk_size:
             raise UnsupportedServer(
                 f"{self.connection.url} has chunks of {chunk_size} tokens, {self.http.url} of {self.chunk_size}: "
                 "the two URLs belong to different servers"
+            )
+
+    def _check_pool(self, before: Session) -> None:
+        """A server keeps its pool as long as it runs. A new one under the old name is somebody else's."""
+        same_run = before.info.incarnation is not None and before.info.incarnation == self.info.incarnation
+        if same_run and self.pool and before.pool and self.pool.identity != before.pool.identity:
+            raise PoolNotMappable(
+                f"the shared memory {self.pool.path.name!r} of {self.connection.url} was replaced while that server "
+                "runs; see whether another server was started with its --shm-name, and start it again"
             )
 
     def _register(self, deadline: Deadline) -> None:
@@ -266,18 +466,20 @@ class Session:
         )
         self._registered = True  # from here on it may be, whatever becomes of the reply
         try:
-            reply = self.call("register", registration, result=Registered, deadline=_shorter(deadline))
+            reply = self.call(
+                "register", registration, result=Registered, deadline=deadline.shorter(_HANDSHAKE_SECONDS)
+            )
         except ServerTimeout as exc:
             raise UnsupportedServer(
                 f"{self.connection.url} answers, but not to a registration: start the server with "
                 "--supported-transfer-mode auto"
             ) from exc
-        if reply is not None and reply.shm_name and reply.pool_size and self.pool is None:
+        if reply.shm_name and reply.pool_size and self.pool is None:
             try:
                 self.pool = MappedPool(reply.shm_name, reply.pool_size, self.connection.prefault)
             except (OSError, ValueError) as exc:
                 raise PoolNotMappable(
-                    f"the server keeps its cache in shared memory, which cannot be opened: {exc}. "
+                    f"{self.connection.url} keeps its cache in shared memory, which cannot be opened: {exc}. "
                     "Run on the same host as the same user (containers: --ipc=host), or start the server without "
                     "--shm-name"
                 ) from exc
@@ -290,38 +492,46 @@ class Session:
     def settle_posted(self) -> None:
         """Wait until the server has done what `clean_up` did not wait for. Never raises."""
         if self._rpc is not None and self.pid == os.getpid():
-            self._tried("clean-up", lambda rpc: rpc.settle(Deadline(CLEANUP_SECONDS)), self._rpc)
+            rpc = self._rpc
+            if not self._tried("clean-up", lambda rpc: rpc.settle(Deadline(CLEANUP_SECONDS)), rpc):
+                self._tried("clean-up", lambda rpc: self._owed.extend(rpc.take_unfinished()), rpc)
 
     def _clean_up(self, rpc: Rpc, calls: Sequence[Call], wait: bool = True) -> None:
-        if self._stale and not rpc.lost():
+        if self._stale or rpc.lost():
             # Not now: a server that is only slow has not even done yet what is to be undone.
             self._owed += calls
             return
         # A server's workers may overtake each other: a release after its session's end begins the session anew.
-        ends = [call for call in calls if call[0] == "end_session"]
-        releases = [call for call in calls if call[0] != "end_session"]
+        last = ("end_session", "unregister")
+        phases = [[call for call in calls if call[0] == name] for name in last]
+        phases.insert(0, [call for call in calls if call[0] not in last])
 
         def give_back(rpc: Rpc) -> None:
+            releases, ends, _ = phases
             if not wait:
                 rpc.post(releases or ends, ends if releases else ())
                 return
-            for now in (releases, ends):
-                rpc.call_many(now, object, Deadline(CLEANUP_SECONDS))
+            for number, now in enumerate(phases, 1):
+                try:
+                    rpc.call_many(now, object, Deadline(CLEANUP_SECONDS))
+                except ServerTimeout:  # one lost reply must not keep the rest from being given back
+                    rpc.post(list(chain.from_iterable(phases[number:])))
+                    raise
 
-        self._tried(", ".join(sorted({operation for operation, _ in calls})), give_back, rpc)
+        self._tried(", ".join(sorted({operation for operation, _ in calls})), give_back, rpc, calls)
 
-    def _tried(self, names: str, action: Callable[[Rpc], None], rpc: Rpc) -> None:
+    def _tried(self, names: str, action: Callable[[Rpc], object], rpc: Rpc, calls: Sequence[Call] = ()) -> bool:
         if rpc.lost():
-            return
+            return True
         try:
             action(rpc)
         except KVCacheSDKError as exc:
             self.mark_stale()
+            if isinstance(exc, ConnectionLost):
+                self._owed += calls
             log.warning("%s failed during clean-up (%s); the server drops the leftovers by itself", names, exc)
-
-
-def _shorter(deadline: Deadline) -> Deadline:
-    return Deadline(min(deadline.remaining(), _HANDSHAKE_SECONDS))
+            return False
+        return True
 
 
 def _resolve(info: ServerInfo, connection: Connection, known: KVLayout | None) -> tuple[KVLayout, bool]:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from kvdata.client.deadline import Deadline
 from kvdata.client.reading import Leases, readable_chunks
-from kvdata.client.rpc import Deadline
 from kvdata.client.session import Session
 from kvdata.client.transfer import reserves, write
 from kvdata.errors import KVCacheSDKError, PoolFull, ProtocolError, StoreConflict, StoreFailed
@@ -48,7 +48,7 @@ def store_chunks(session: Session, kv: torch.Tensor, ids: list[int], salt: str, 
             )
         if not all(written):
             if not patience.remaining():
-                raise _nothing_reserved(session, chunks - readable)
+                raise _nothing_reserved(session, chunks - readable, deadline)
             time.sleep(min(0.25, patience.remaining()))
         look_first = True  # its locks keep what is there from being evicted while the rest is written
 
@@ -66,11 +66,11 @@ def _write_missing(
         return present, [write(session, lease.request, part, present, worker, deadline) for worker, part in parts]
 
 
-def _nothing_reserved(session: Session, chunks: int) -> KVCacheSDKError:
+def _nothing_reserved(session: Session, chunks: int, deadline: Deadline) -> KVCacheSDKError:
     """Why a server reserved nothing: its empty answer does not say, its memory figures do."""
     need = chunks * session.chunk_size * session.layout.token_bytes
     try:
-        used, total = session.memory()
+        used, total = session.memory(deadline)
     except ProtocolError as exc:
         return StoreFailed(f"the server reserved nothing for {chunks} chunks, and does not say why: {exc}")
     if used + need > total:

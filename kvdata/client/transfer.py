@@ -5,14 +5,15 @@ Each transfer reads a locked hit as one tensor per chunk and writes a tensor's m
 
 from __future__ import annotations
 
+import time
 from itertools import pairwise
 
 import torch
 
 from kvdata.client.copying import copy_all
+from kvdata.client.deadline import Deadline
 from kvdata.client.request import Request
-from kvdata.client.rpc import Deadline
-from kvdata.client.session import Session
+from kvdata.client.session import Claim, Session
 from kvdata.errors import ConnectionLost, KVCacheSDKError, ProtocolError, StoreFailed
 from kvdata.layout import dtype_name
 from kvdata.wire import tensors
@@ -36,7 +37,9 @@ def chunk_tensors(session: Session, reply: PreparedRetrieve, chunks: int) -> lis
         return [chunk.flatten() for chunk in tensors.loads(reply.data, session.shard.dtype, numel, chunks)]
     slots = reply.context.slots
     if len(slots) != chunks:
-        raise ProtocolError(f"prepare_retrieve answered {len(slots)} slots for {chunks} chunks")
+        raise ProtocolError(
+            f"prepare_retrieve: {session.connection.url} answered {len(slots)} slots for {chunks} chunks; see its log"
+        )
     return _map_slots(session, slots)
 
 
@@ -45,7 +48,10 @@ def check_pool(session: Session, operation: str) -> None:
     # A restarted server has a new segment of the same name; the old mapping would be read or written in vain.
     if session.pool is not None and not session.pool.is_current():
         session.mark_stale()
-        raise ConnectionLost(f"{operation}: the server's shared memory was replaced; it must have restarted")
+        raise ConnectionLost(
+            f"{operation}: the shared memory of {session.connection.url} was replaced or removed; it must have "
+            "restarted: call again"
+        )
 
 
 def reserves(session: Session) -> bool:
@@ -74,40 +80,58 @@ def _chunk(session: Session, kv: torch.Tensor, index: int) -> torch.Tensor:
 def _write_slots(
     session: Session, request: Request, kv: torch.Tensor, start: int, worker: int, deadline: Deadline
 ) -> int:
-    key = request.key(start, worker=worker)
-    missing = list(range(start, request.chunks))
-    try:
-        with session.waiting():
-            reply = session.call("prepare_store", key, session.instance_id, result=PreparedStore, deadline=deadline)
-    except BaseException:
-        session.abort(request, missing, worker)  # the reply may be lost with slots reserved
-        raise
-    if reply is None or not reply.context.slots:
+    claim = session.claim(request, range(start, request.chunks), worker, deadline)
+    if claim.reply is None or not claim.reply.context.slots:
+        session.settled(claim)
         return 0  # never commit after an empty answer: it could publish another writer's buffer
-    reserved = [start + index for index in reply.context.chunk_indices]
     try:
-        _check_reserved(reserved, len(reply.context.slots), missing)
-        slots = _map_slots(session, reply.context.slots)
-        copy_all(
-            pair
-            for index, slot in zip(reserved, slots, strict=True)
-            for pair in session.shard.encode(_chunk(session, kv, index), slot)
-        )
-        check_pool(session, "store")
+        _fill(session, claim, claim.reply, kv)
+        key = request.key(start, worker=worker)
         done = session.call("commit_store", key, session.instance_id, b"", result=bool, deadline=deadline)
     except BaseException:
-        session.abort(request, sorted({*reserved} & {*missing}), worker)
+        session.abort(claim)
         raise
+    session.settled(claim)
     if not done:
-        raise StoreFailed(f"the server refused to commit {len(slots)} chunks of {request.model_name}; store again")
-    return len(slots)
+        raise StoreFailed(
+            f"commit_store: the server at {session.connection.url} refused {len(claim.reserved)} chunks of "
+            f"{request.model_name}; store again"
+        )
+    return len(claim.reserved)
 
 
-def _check_reserved(reserved: list[int], slots: int, missing: list[int]) -> None:
-    if slots != len(reserved) or len({*reserved}) != slots or not {*reserved} <= {*missing}:
+def _fill(session: Session, claim: Claim, reply: PreparedStore, kv: torch.Tensor) -> None:
+    """Copy a claim's chunks of ``kv`` into their slots."""
+    _check_reserved(session, claim, reply)
+    slots, chunks = _map_slots(session, reply.context.slots), claim.reserved
+    _check_claim(session, claim)
+    check_pool(session, "store")
+    copy_all(
+        pair
+        for index, slot in zip(chunks, slots, strict=True)
+        for pair in session.shard.encode(_chunk(session, kv, index), slot)
+    )
+    check_pool(session, "store")
+    _check_claim(session, claim)
+
+
+def _check_claim(session: Session, claim: Claim) -> None:
+    """`StoreFailed` once the server may have given the slots to somebody else."""
+    claim.expired = time.monotonic() - claim.since >= session.info.write_ttl_seconds
+    if claim.expired:
+        raise StoreFailed(
+            f"store: {session.connection.url} keeps a reservation for {session.info.write_ttl_seconds:g} s, and this "
+            "process was held up for longer; store again, or give the server a longer --l1-write-ttl-seconds"
+        )
+
+
+def _check_reserved(session: Session, claim: Claim, reply: PreparedStore) -> None:
+    slots, numbers = len(reply.context.slots), reply.context.chunk_indices
+    asked = range(len(claim.chunks))
+    if slots != len(numbers) or len({*numbers}) != slots or not {*numbers} <= {*asked}:
         raise ProtocolError(
-            f"prepare_store answered {slots} slots and {len(reserved)} chunk numbers; each must have one, and be among "
-            f"the {len(missing)} chunks that were asked for, once"
+            f"prepare_store: {session.connection.url} answered {slots} slots and {len(numbers)} chunk numbers; each "
+            f"must have one, and be among the {len(asked)} chunks that were asked for, once"
         )
 
 
@@ -125,7 +149,10 @@ def _write_pickle(
         "commit_store", request.key(start, worker=worker), session.instance_id, payload, result=bool, deadline=deadline
     )
     if not done:
-        raise StoreFailed(f"the server refused {len(chunks)} chunks of {request.model_name}; see its log")
+        raise StoreFailed(
+            f"commit_store: the server at {session.connection.url} refused {len(chunks)} chunks of "
+            f"{request.model_name}; see its log"
+        )
 
 
 def _map_slots(session: Session, slots: list[Slot]) -> list[torch.Tensor]:
@@ -133,16 +160,18 @@ def _map_slots(session: Session, slots: list[Slot]) -> list[torch.Tensor]:
     want = session.shard.token_bytes * session.chunk_size
     spans = sorted((slot.offset, slot.offset + slot.length) for slot in slots)
     if any(end > begin for (_, end), (begin, _) in pairwise(spans)):
-        raise ProtocolError("the server handed out overlapping slots")
+        raise ProtocolError(f"{session.connection.url} handed out overlapping slots; see its log")
     views = []
     for slot in slots:
         if slot.length != want or slot.dtype not in ("uint8", dtype_name(session.shard.dtype)):
             raise ProtocolError(
-                f"the server's slot holds {slot.length} bytes of {slot.dtype[:20]!r}, "
-                f"a chunk of {session.shard} has {want}"
+                f"a slot of {session.connection.url} holds {slot.length} bytes of {slot.dtype[:20]!r}, a chunk of "
+                f"{session.shard} has {want}; check the layout"
             )
         try:
             views.append(session.pool.view(slot.offset, slot.length, session.shard.dtype))
         except ValueError as exc:
-            raise ProtocolError(f"the server handed out a slot outside its pool: {exc}") from exc
+            raise ProtocolError(
+                f"{session.connection.url} handed out a slot outside its pool: {exc}; see its log"
+            ) from exc
     return views

@@ -13,7 +13,7 @@ except ImportError as missing:
     raise ImportError("kvdata.lightning needs lightning: pip install 'kvdata[train]'") from missing
 
 from kvdata.client.connection import Connection
-from kvdata.client.rpc import Deadline
+from kvdata.client.deadline import Deadline
 from kvdata.errors import InvalidRequest, KVCacheSDKError, StoreFailed
 from kvdata.lightning.cache_write import CacheWrite, WriteCounts
 from kvdata.lightning.manifest_part import ManifestPart, commit

@@ -42,7 +42,9 @@ class EmbeddedServer:
         transfer: "shm" or "pickle".
         watermark, eviction_ratio: once this fraction of the pool is taken, this fraction of the chunks goes.
         write_ttl, read_ttl, session_ttl: seconds until reservations, read locks and sessions expire.
-        clock: what these three are measured with; seconds.
+        reap_seconds, grace_seconds: silence after which a registration is dropped, of a client that once pinged and of
+            any other.
+        clock: what these are measured with; seconds.
 
     Once started it has ``url``, ``http_url`` and, as ``shm_name``, the whole name of the segment (or "").
     """
@@ -59,6 +61,8 @@ class EmbeddedServer:
     write_ttl: float = 600.0
     read_ttl: float = 300.0
     session_ttl: float = 600.0
+    reap_seconds: float = REAP_SECONDS
+    grace_seconds: float = GRACE_SECONDS
     clock: Callable[[], float] = field(default=time.monotonic, repr=False)
 
     def __post_init__(self) -> None:
@@ -115,7 +119,8 @@ class EmbeddedServer:
         stack.callback(pool.close)
         ttls = (self.write_ttl, self.read_ttl)
         store = ChunkStore(pool, self.clock, *ttls, self.watermark, self.eviction_ratio)
-        return Service(store, self.chunk_size, self.shm_name, self.session_ttl)
+        lives = (self.session_ttl, self.reap_seconds, self.grace_seconds)
+        return Service(store, self.chunk_size, self.shm_name, *lives)
 
     def _serve_zmq(self, service: Service, stack: ExitStack) -> threading.Thread:
         context = stack.enter_context(zmq.Context())
@@ -168,8 +173,8 @@ class EmbeddedServer:
             "supported_transfer_mode": "engine_driven",
             "shm_name": self.shm_name,
             "instance_id": str(uuid.uuid4()),
-            "worker_reap_timeout_seconds": REAP_SECONDS,
-            "worker_registration_grace_seconds": GRACE_SECONDS,
+            "worker_reap_timeout_seconds": self.reap_seconds,
+            "worker_registration_grace_seconds": self.grace_seconds,
             "session_ttl_seconds": self.session_ttl,
         }
         l1 = {"write_ttl_seconds": self.write_ttl, "read_ttl_seconds": self.read_ttl}

@@ -25,8 +25,8 @@ from kvdata.wire.messages import CacheKey, Registration
 
 log = logging.getLogger("kvdata.server")
 
-REAP_SECONDS = 120.0  # silence after which an instance that once pinged is dropped
-GRACE_SECONDS = 3600.0  # the same for one that never pinged
+REAP_SECONDS = 120.0
+GRACE_SECONDS = 3600.0
 MAX_READERS = 128
 MAX_SHARDS = 256  # kv_rank has one byte for the rank
 PRIVATE_MODELS = "kvdata/"
@@ -65,12 +65,16 @@ class Service:
         chunk_size: tokens per chunk.
         shm_name: whole name of the store's shared segment, or "" for pickle transfer.
         session_ttl: seconds until a session that was not ended is dropped.
+        reap_seconds: of silence after which an instance that once pinged is dropped.
+        grace_seconds: the same for one that never pinged.
     """
 
     store: ChunkStore
     chunk_size: int
     shm_name: str
     session_ttl: float
+    reap_seconds: float = REAP_SECONDS
+    grace_seconds: float = GRACE_SECONDS
     lock: threading.Lock = field(default_factory=threading.Lock)
     instances: dict[int, Instance] = field(default_factory=dict)
     sessions: dict[str, Session] = field(default_factory=dict)
@@ -221,7 +225,7 @@ class Service:
         for request_id in [r for r, s in self.sessions.items() if now - s.created > self.session_ttl]:
             del self.sessions[request_id]
         for instance_id, instance in list(self.instances.items()):
-            if now - instance.seen > (REAP_SECONDS if instance.pinged else GRACE_SECONDS):
+            if now - instance.seen > (self.reap_seconds if instance.pinged else self.grace_seconds):
                 self.unregister(instance_id)
 
     def _session(self, key: CacheKey, prefix: list[ObjectKey]) -> Session:

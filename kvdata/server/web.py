@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from kvdata.layout import KVLayout
-from kvdata.server.service import GRACE_SECONDS, REAP_SECONDS, Service
+from kvdata.server.service import Service
 
 VERSION = "0.5.6"  # the release whose protocol this server speaks
 BODY_BYTES = 64 << 20  # of a request; 300,000 keys
@@ -115,8 +115,8 @@ def _status(service: Service) -> dict[str, Any]:
             "storage_manager": {"l1_manager": service.store.status(), "num_l2_adapters": 0},
             "worker_liveness": {
                 "enabled": True,
-                "reap_timeout_seconds": REAP_SECONDS,
-                "registration_grace_seconds": GRACE_SECONDS,
+                "reap_timeout_seconds": service.reap_seconds,
+                "registration_grace_seconds": service.grace_seconds,
                 "tracked_instances": len(registered),
             },
             "registered_gpu_ids": [],

@@ -54,7 +54,7 @@ class MappedPool:
             found = os.fstat(fd)
             if found.st_size < size or size <= 0:
                 raise OSError(f"{self.path} has {found.st_size} bytes, the server reported {size}")
-            self._identity = (found.st_dev, found.st_ino)
+            self.identity = (found.st_dev, found.st_ino)
             self._map = mmap.mmap(fd, size, mmap.MAP_SHARED | (mmap.MAP_POPULATE if prefault else 0))
         finally:
             os.close(fd)
@@ -66,7 +66,7 @@ class MappedPool:
             found = os.stat(self.path)
         except OSError:
             return False
-        return (found.st_dev, found.st_ino) == self._identity and found.st_size >= self.size
+        return (found.st_dev, found.st_ino) == self.identity and found.st_size >= self.size
 
     def view(self, offset: int, length: int, dtype: torch.dtype) -> torch.Tensor:
         """Flat tensor over ``length`` bytes at ``offset``; `ValueError` when they leave the pool, or cut an element."""

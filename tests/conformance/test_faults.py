@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from kvdata import Connection, KVCacheDataset, KVLayout, collate
-from kvdata.client.discovery import Http
+from kvdata.client.http import Http
 from kvdata.errors import MissingKV, PoolFull, PoolNotMappable, ServerError, ServerTimeout, ServerUnreachable
 from tests.conformance.conftest import check_clean, delete_is_refused, fresh_tokens, random_kv
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvdata import Connection, KVCacheContext, KVLayout
-from kvdata.client.rpc import Deadline
+from kvdata.client.deadline import Deadline
 from kvdata.client.session import Session
 from kvdata.client.transfer import write
 from kvdata.errors import GeometryMismatch

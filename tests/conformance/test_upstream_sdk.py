@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvdata.client.rpc import Deadline, Rpc
+from kvdata.client.deadline import Deadline
+from kvdata.client.rpc import Rpc
 from tests.conformance.conftest import LAYOUT, fresh_tokens, random_kv
 from tests.conftest import lmcache_commands
 from tests.servers import installed_release

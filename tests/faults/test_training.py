@@ -111,7 +111,7 @@ def test_a_run_outlives_its_server_and_resumes_where_it_was(mortal, tmp_path, wo
     ride_out(mortal, tmp_path, workers, 1, lambda module, _: len(module.seen) > STEPS, retries=200)
 
 
-@pytest.mark.faults
+@pytest.mark.long
 @pytest.mark.parametrize("workers", [0, 2], ids=["threads", "workers"])
 def test_three_minutes_of_outages(mortal, tmp_path, workers):
     due = every(20.0)

@@ -15,7 +15,8 @@ import torch
 
 import kvdata.server.web
 from kvdata import Connection, KVCacheContext, KVLayout
-from kvdata.client.rpc import Deadline, Rpc
+from kvdata.client.deadline import Deadline
+from kvdata.client.rpc import Rpc
 from kvdata.client.verify import verify
 from kvdata.errors import GeometryMismatch, MissingKV, ModelNotRegistered, UnsupportedLayout
 from kvdata.server import EmbeddedServer

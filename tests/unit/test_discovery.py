@@ -8,7 +8,8 @@ import httpx
 import pytest
 
 from kvdata import Connection, KVLayout
-from kvdata.client.discovery import Http, discover, published_layout
+from kvdata.client.discovery import discover, published_layout
+from kvdata.client.http import Http
 from kvdata.errors import (
     GeometryMismatch,
     InvalidRequest,

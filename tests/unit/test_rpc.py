@@ -9,7 +9,8 @@ import msgspec
 import pytest
 import zmq
 
-from kvdata.client.rpc import Deadline, Rpc
+from kvdata.client.deadline import Deadline
+from kvdata.client.rpc import Rpc
 from kvdata.errors import ConnectionLost, InvalidRequest, ProtocolError, ServerTimeout, ServerUnreachable
 
 Frames = list[bytes]
