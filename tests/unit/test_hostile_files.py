@@ -18,7 +18,7 @@ from kvdata.datasets.manifest import Manifest
 from kvdata.datasets.prefixes import Prefixes
 from kvdata.datasets.snapshot import KVSnapshotDataset, Snapshot
 from kvdata.edits.rope import Rope
-from kvdata.errors import InvalidRequest, SnapshotDamaged, SnapshotError
+from kvdata.errors import InvalidRequest, MissingKV, SnapshotDamaged, SnapshotError
 from kvdata.models.token_scorer import TokenScorer
 from tests.unit import hostile
 from tests.unit.conftest import LAYOUT, fresh_tokens, random_kv
@@ -88,6 +88,25 @@ LINES = st.one_of(
     st.fixed_dictionaries({"tokens": JSON}, optional={"salt": JSON, "continuation": JSON, "meta": JSON}),
     st.fixed_dictionaries({"kvdata": st.just(1)}, optional={"layout": JSON, "model_name": JSON}),
 ).map(lambda value: json.dumps(value).encode())
+
+
+WRITTEN = {
+    "source": "d", "source_tokens": 2, "tokens": [1, 2], "salt": "s", "policy": "p", "revision": "r1", "bytes": 1,
+}  # fmt: skip
+
+
+@given(field=st.sampled_from([*WRITTEN, "result", "meta", "more"]), value=JSON)
+@EXAMPLES
+def test_a_manifest_with_a_field_changed_is_one_or_a_typed_error(folder, field, value):
+    file = folder / "manifest.jsonl"
+    file.write_text(json.dumps({**WRITTEN, field: value}) + "\n")
+    try:
+        manifest = Manifest.load(file)
+    except InvalidRequest:
+        return
+    assert len(manifest.prefixes()) == 1
+    with pytest.raises(MissingKV):
+        manifest.request_for([9])
 
 
 @pytest.mark.parametrize("read", [Prefixes.from_jsonl, Manifest.load])
