@@ -34,9 +34,9 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def server() -> Iterator[Server]:
+def server(request: pytest.FixtureRequest) -> Iterator[Server]:
     """A process, to be killed and frozen."""
-    running = Server("embedded", "pickle", chunk_size=32).start()
+    running = Server("embedded", getattr(request, "param", "pickle"), chunk_size=32).start()
     yield running
     running.stop()
 
@@ -112,6 +112,7 @@ def test_what_a_restart_has_lost_and_nobody_has_any_more_is_said(restarting):
     assert [readable(connection, one) for (one,) in batches] == [False, True, True, True]
 
 
+@pytest.mark.parametrize("server", ["pickle", "shm"], indirect=True)
 def test_a_store_of_unknown_outcome_is_done_once(server, tmp_path):
     """The server stands still when the cache is sent, and does what it finds in its sockets when it goes on."""
     connection = connection_to(server, 1.0)
