@@ -250,10 +250,11 @@ def fast_dtype() -> torch.dtype:
 def attention_target(attention: Tensor, num_kv_heads: int) -> Tensor:
     """What a token scorer should predict: ``[..., Hq, N, T]`` attention -> ``[..., H, T]``.
 
-    The attention mass that a token receives: the mean over the queries, and over the query heads that share a KV head.
+    The root mean square over the queries of the attention that a token receives, mean over the query heads that share
+    a KV head: a token that a few queries cannot do without counts for more than one that all of them glance at.
     """
-    mass = attention.mean(dim=-2)  # [..., Hq, T]
-    return mass.reshape(*mass.shape[:-2], num_kv_heads, -1, mass.shape[-1]).mean(dim=-2)
+    needed = attention.square().mean(dim=-2).sqrt()  # [..., Hq, T]
+    return needed.reshape(*needed.shape[:-2], num_kv_heads, -1, needed.shape[-1]).mean(dim=-2)
 
 
 def _cache_argument(model: Any) -> str:

@@ -16,8 +16,8 @@ def scorer_loss(scores: Tensor, target: Tensor, sinks: int = 4, window: int = 32
 
     ``-sum_t p_t log softmax(scores)_t`` with ``p = target / sum(target)`` (ListNet, Cao et al. 2007),
     averaged over samples, layers and heads. A selection only needs the order of the tokens of one head, and
-    pays for the attention *mass* that it drops; a regression on log attention (as in KVzap) spends its
-    capacity on scales and on tokens that nobody reads.
+    pays for the attention that it drops; a regression on log attention (as in KVzap) spends its capacity on
+    scales and on tokens that nobody reads.
 
     Args:
         scores: ``[B, L, H, T]``.
