@@ -21,6 +21,7 @@ from kvdata.client.connection import Connection
 from kvdata.client.deadline import Deadline
 from kvdata.client.naming import named
 from kvdata.client.reading import Lease, Leases, gather, views
+from kvdata.client.rpc import Call
 from kvdata.client.selection import WHOLE, Index, Selection
 from kvdata.client.session import Session
 from kvdata.client.storing import StoreReport, store_chunks
@@ -77,6 +78,7 @@ class KVCacheContext:
         self._before: Session | None = None  # the last one that there was
         self._finalizer: Finalize | None = None
         self._aside: list[tuple[Session, Finalize]] = []  # of a server that does not answer: not closed yet
+        self._left: list[tuple[str | None, Call]] = []  # by handshakes that broke off
         self._used = time.monotonic()
         self._closed = False
         self._stats = Stats()
@@ -347,12 +349,15 @@ class KVCacheContext:
         if self._session is not None and not self._session.usable():
             self._set_aside()
         if self._session is None:
-            self._session = session = Session(self.connection, self._layout, self._before, deadline)
+            self._session = session = Session(self.connection, self._layout, self._before, deadline, self._left)
             self._before = session
             self._layout = session.layout
             self._stats.handshakes += 1
             # atexit does not run in forked DataLoader workers; multiprocessing's finalizers do.
             self._finalizer = Finalize(self, session.end, exitpriority=10)
+            left, run = list(self._left), session.info.incarnation
+            self._left.clear()
+            session.clean_up([call for of, call in left if run is not None and of == run])
             self._close_aside(session)
         elif time.monotonic() - self._used > self._session.info.grace_seconds / 2:
             self._session.refresh(deadline)

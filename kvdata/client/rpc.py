@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +20,14 @@ import msgspec
 import zmq
 
 from kvdata.client.deadline import Deadline
-from kvdata.errors import ConnectionLost, InvalidRequest, ProtocolError, ServerTimeout, ServerUnreachable
+from kvdata.errors import (
+    ConnectionLost,
+    InvalidRequest,
+    KVCacheSDKError,
+    ProtocolError,
+    ServerTimeout,
+    ServerUnreachable,
+)
 from kvdata.wire.messages import NEWEST, Release, decode, operation_numbers
 
 T = TypeVar("T")
@@ -37,9 +45,9 @@ _POSTED_SECONDS = 2.0
 
 @dataclass
 class _Group:
-    """Posted requests, how many of them are unanswered, and what follows them."""
+    """Posted requests, how many of them are unanswered, and the phases that follow them."""
 
-    then: Sequence[Call]
+    then: Sequence[Sequence[Call]]
     left: int
 
 
@@ -59,6 +67,7 @@ class Rpc:
         self._lost = False
         self._closing = False
         self._posted: dict[bytes, tuple[_Group, Call]] = {}
+        self._backlog: deque[Sequence[Sequence[Call]]] = deque()
         self._late: dict[bytes, Late] = {}
         self._zmq = zmq.Context()
         try:
@@ -109,32 +118,32 @@ class Rpc:
                 "knows its release"
             ) from exc
 
-    def post(self, calls: Sequence[Call], then: Sequence[Call] = ()) -> None:
-        """Send requests without waiting for their replies, and ``then`` others once all of them are answered.
+    def post(self, *phases: Sequence[Call]) -> None:
+        """Send requests without waiting for their replies, each phase once all of the one before are answered.
 
-        Replies are read when something else is waited for, at the latest by `settle`.
+        Where another thread has the connection, that thread sends them when it is done. Replies are read when
+        something else is waited for, at the latest by `settle`.
         """
-        deadline = Deadline(_POSTED_SECONDS)
-        with self._alone("clean-up", deadline):
-            if len(self._posted) + len(calls) > _IN_FLIGHT:
-                self._settle(deadline)
-            self._post(calls, then)
+        self._backlog.append([phase for phase in phases if phase])
+        self._send_backlog()
 
     def settle(self, deadline: Deadline) -> None:
         """Wait for the replies to all that was posted."""
         with self._alone("clean-up", deadline):
+            self._post_backlog()
             self._settle(deadline)
 
     def take_unfinished(self) -> list[Call]:
-        """What was to follow posted requests that are not answered; they are not waited for any more.
+        """What was posted and not sent yet, in its order; it is not waited for any more.
 
-        And where the peer went away these requests themselves, for they may not have reached it.
+        And where the peer went away the requests that are not answered, too, for they may not have reached it.
         """
         with self._holding("clean-up", Deadline(_POSTED_SECONDS)):
-            posted = list(self._posted.values())
+            posted, backlog = list(self._posted.values()), list(self._backlog)
             self._posted.clear()
-        followers = {id(group): group.then for group, _ in posted}
-        return [call for _, call in posted if self._lost] + [call for then in followers.values() for call in then]
+            self._backlog.clear()
+        phases = [*{id(group): group.then for group, _ in posted}.values(), *backlog]
+        return [call for _, call in posted if self._lost] + [c for then in phases for phase in then for c in phase]
 
     def lost(self) -> bool:
         """True once the peer has gone away, even if another server has taken its place since."""
@@ -178,6 +187,7 @@ class Rpc:
             yield
         finally:
             self._lock.release()
+            self._send_backlog()
             if self._closing:
                 self._end()
 
@@ -192,10 +202,29 @@ class Rpc:
                 self._lost = True
                 raise ConnectionLost(f"{operation}: the connection to {self.url} broke ({exc}); call again") from exc
 
-    def _post(self, calls: Sequence[Call], then: Sequence[Call]) -> None:
-        group = _Group(then, len(calls))
-        for operation, args in calls:
-            self._posted[self._send(operation, args, Deadline(_FLUSH_MS / 1000))] = group, (operation, args)
+    def _send_backlog(self) -> None:
+        """What others have posted while the connection was in use; a failure is noticed by the next call."""
+        while self._backlog and not self._zmq.closed and self._lock.acquire(blocking=False):
+            try:
+                self._post_backlog()
+            except (zmq.ZMQError, KVCacheSDKError):
+                return
+            finally:
+                self._lock.release()
+
+    def _post_backlog(self) -> None:
+        while self._backlog:
+            if len(self._posted) > _IN_FLIGHT:
+                self._settle(Deadline(_POSTED_SECONDS))
+            self._post(self._backlog[0])
+            self._backlog.popleft()
+
+    def _post(self, phases: Sequence[Sequence[Call]]) -> None:
+        if phases:
+            group = _Group(phases[1:], len(phases[0]))
+            for operation, args in phases[0]:
+                uid = self._send(operation, args, Deadline(_FLUSH_MS / 1000))
+                self._posted[uid] = group, (operation, args)
 
     def _settle(self, deadline: Deadline) -> None:
         while self._posted:
@@ -211,7 +240,7 @@ class Rpc:
             group = posted[0]
             group.left -= 1
             if not group.left:
-                self._post(group.then, ())
+                self._post(group.then)
 
     def _send(self, operation: str, args: tuple[Any, ...], deadline: Deadline) -> bytes:
         self._uid += 1

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 from typing import Any, TypeVar
 
 from kvdata.client.connection import Connection
@@ -97,6 +96,8 @@ class Session:
         connection: where and what.
         known_layout: geometry learnt in an earlier session, used when nothing on the server says it any more.
         predecessor: the session before this one, with the same server or another.
+        left: takes what a handshake that broke off may have left on the server, with the server's run: for `clean_up`
+            of the next session.
         deadline: of the handshake; by default the connection's time-out.
     """
 
@@ -106,6 +107,7 @@ class Session:
         known_layout: KVLayout | None = None,
         predecessor: Session | None = None,
         deadline: Deadline | None = None,
+        left: list[tuple[str | None, Call]] | None = None,
     ) -> None:
         self.connection = connection
         self.pid = os.getpid()
@@ -143,6 +145,8 @@ class Session:
             if predecessor is not None:
                 self._check_pool(predecessor)
         except BaseException:
+            if left is not None and self._registered and self._rpc is not None and self._rpc.lost():
+                left.append((self.info.incarnation, ("unregister", (self.instance_id,))))
             self.close()
             raise
 
@@ -494,7 +498,7 @@ class Session:
         if self._rpc is not None and self.pid == os.getpid():
             rpc = self._rpc
             if not self._tried("clean-up", lambda rpc: rpc.settle(Deadline(CLEANUP_SECONDS)), rpc):
-                self._tried("clean-up", lambda rpc: self._owed.extend(rpc.take_unfinished()), rpc)
+                self._tried("clean-up", self._reclaim, rpc)
 
     def _clean_up(self, rpc: Rpc, calls: Sequence[Call], wait: bool = True) -> None:
         if self._stale or rpc.lost():
@@ -507,28 +511,24 @@ class Session:
         phases.insert(0, [call for call in calls if call[0] not in last])
 
         def give_back(rpc: Rpc) -> None:
-            releases, ends, _ = phases
-            if not wait:
-                rpc.post(releases or ends, ends if releases else ())
-                return
-            for number, now in enumerate(phases, 1):
-                try:
-                    rpc.call_many(now, object, Deadline(CLEANUP_SECONDS))
-                except ServerTimeout:  # one lost reply must not keep the rest from being given back
-                    rpc.post(list(chain.from_iterable(phases[number:])))
-                    raise
+            rpc.post(*phases)
+            if wait:
+                rpc.settle(Deadline(CLEANUP_SECONDS))
 
-        self._tried(", ".join(sorted({operation for operation, _ in calls})), give_back, rpc, calls)
+        names = ", ".join(sorted({operation for operation, _ in calls}))
+        if not self._tried(names, give_back, rpc):  # one lost reply must not keep the rest from being given back
+            self._tried(names, self._reclaim, rpc)
 
-    def _tried(self, names: str, action: Callable[[Rpc], object], rpc: Rpc, calls: Sequence[Call] = ()) -> bool:
+    def _reclaim(self, rpc: Rpc) -> None:
+        self._owed += rpc.take_unfinished()
+
+    def _tried(self, names: str, action: Callable[[Rpc], object], rpc: Rpc) -> bool:
         if rpc.lost():
             return True
         try:
             action(rpc)
         except KVCacheSDKError as exc:
             self.mark_stale()
-            if isinstance(exc, ConnectionLost):
-                self._owed += calls
             log.warning("%s failed during clean-up (%s); the server drops the leftovers by itself", names, exc)
             return False
         return True

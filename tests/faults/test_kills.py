@@ -80,6 +80,7 @@ def client(connection: Connection, call: str, tokens: list[int], values: np.ndar
             ctx.store(kv, tokens)
         else:
             ctx.retrieve(tokens)
+            ctx.lookup(tokens)  # what is given back without waiting goes on when something is waited for
         time.sleep(2 * PATIENCE)  # held at a reply nobody waits for: until it is killed
 
 

@@ -110,9 +110,10 @@ def test_eight_processes_of_four_threads(spawning, place):  # noqa: F811
     assert sum(c["hit"] + c["miss"] for c in counts) == 32 * 3 * 2
 
 
-def test_threads_of_one_context_while_connections_break(place, corpus):
+@pytest.mark.long
+def test_threads_of_one_context_while_connections_break(impatient_place, corpus):
     """A socket is one thread's at a time, whatever breaks: no crash, no foreign error, right tensors."""
-    ctx = place.connect(timeout=PATIENCE)
+    ctx = impatient_place.connect(timeout=PATIENCE)
     prompts = [corpus.stored(ctx) for _ in range(4)]
     errors: list[BaseException] = []
     stop = threading.Event()
@@ -122,7 +123,7 @@ def test_threads_of_one_context_while_connections_break(place, corpus):
             try:
                 corpus.check(prompts[number % 4], ctx.retrieve(prompts[number % 4]))
             except KVCacheSDKError as error:
-                place.names(error, "retrieve")
+                impatient_place.names(error, "retrieve")
             except BaseException as error:
                 errors.append(error)
                 raise
@@ -131,11 +132,32 @@ def test_threads_of_one_context_while_connections_break(place, corpus):
     for thread in threads:
         thread.start()
     for _ in range(10):
-        place.proxy.cut()
+        impatient_place.proxy.cut()
         time.sleep(0.2)  # not to wait for anything: so that calls are under way when the next one comes
     stop.set()
     for thread in threads:
         thread.join(2 * PATIENCE)
         assert not thread.is_alive()
     assert not errors
+    corpus.works_again(ctx)
+
+
+@pytest.mark.parametrize("operation", ["lookup", "prepare_retrieve", "prepare_store", "commit_store"])
+def test_a_connection_that_breaks(place, corpus, operation):
+    """The call goes on over a new one, which also gives back what was held over the old: the server still runs."""
+    if operation == "prepare_store" and place.server.release < (0, 5, 6):
+        pytest.skip("stores go in one message there")
+    ctx = place.connect(timeout=PATIENCE)
+    there = corpus.stored(ctx)
+    tokens, kv = corpus.fresh()
+    gate = place.proxy.gate("after", operation)
+    called = beside((lambda: ctx.store(kv, tokens)) if "store" in operation else (lambda: ctx.retrieve(there)))
+    gate.wait()
+    place.proxy.cut()
+    gate.open()
+    if "store" in operation:
+        called.result(PATIENCE)
+        corpus.check_all_visible([there, tokens])
+    else:
+        assert corpus.check(there, called.result(PATIENCE))
     corpus.works_again(ctx)
