@@ -250,11 +250,11 @@ def fast_dtype() -> torch.dtype:
 def attention_target(attention: Tensor, num_kv_heads: int) -> Tensor:
     """What a token scorer should predict: ``[..., Hq, N, T]`` attention -> ``[..., H, T]``.
 
-    The root mean square over the queries of the attention that a token receives, mean over the query heads that share
-    a KV head: a token that a few queries cannot do without counts for more than one that all of them glance at.
+    The most that any of the queries attends to a token, mean over the query heads that share a KV head: a token that
+    one query cannot do without counts for more than one that all of them glance at.
     """
-    needed = attention.square().mean(dim=-2).sqrt()  # [..., Hq, T]
-    return needed.reshape(*needed.shape[:-2], num_kv_heads, -1, needed.shape[-1]).mean(dim=-2)
+    most = attention.amax(dim=-2)  # [..., Hq, T]
+    return most.reshape(*most.shape[:-2], num_kv_heads, -1, most.shape[-1]).mean(dim=-2)
 
 
 def _cache_argument(model: Any) -> str:
