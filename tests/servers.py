@@ -9,7 +9,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -20,6 +19,7 @@ import httpx
 
 from kvdata.server.web import VERSION
 from kvdata.wire.messages import parse_release
+from tests.template import Forked, stands_still, template
 
 READY_SECONDS = 60.0
 
@@ -53,7 +53,7 @@ class Server:
         transfer: ``shm`` or ``pickle``.
         flags: more of the command's own options.
         log: where its output goes; by default a temporary file that `stop` removes.
-        environment: variables of the process, besides this one's.
+        environment: variables of a real server's process, besides this one's.
     """
 
     def __init__(
@@ -77,22 +77,27 @@ class Server:
         self.log = log or Path(tempfile.gettempdir()) / f"{self.shm_name}.log"
         self._keep_log = log is not None
         self._ports = (str(port), str(http_port))
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | Forked | None = None
+        if kind == "embedded":
+            template()  # now, so that a server that is started again costs no descriptors
 
     def start(self) -> Server:
-        with open(self.log, "ab") as log:
-            self._process = subprocess.Popen(
-                self._command(), stdout=log, stderr=log, env={**os.environ, **self.environment}
-            )
+        self._process = process = self._started()
         deadline = time.monotonic() + READY_SECONDS
         while time.monotonic() < deadline:
-            if self._process.poll() is not None:
+            if not (process.running() if isinstance(process, Forked) else process.poll() is None):
                 break
             if answers(self.http_url + "/healthcheck"):
                 return self
             time.sleep(0.05)
         self.kill()
         raise RuntimeError(f"{self.kind} did not come up:\n{self.log.read_text()[-2000:]}")
+
+    def _started(self) -> subprocess.Popen[bytes] | Forked:
+        if self.kind == "embedded":
+            return template().start(self._command(), self.log)
+        with open(self.log, "ab") as log:
+            return subprocess.Popen(self._command(), stdout=log, stderr=log, env={**os.environ, **self.environment})
 
     def stop(self) -> None:
         """End it as a user would (SIGTERM), and check that it does."""
@@ -112,15 +117,20 @@ class Server:
     def kill(self) -> None:
         """SIGKILL: nothing is cleaned up."""
         if self._process is not None:
-            self._process.kill()
+            self._process.send_signal(signal.SIGKILL)
             self._process.wait(20)
+            if isinstance(self._process, Forked):
+                self._process.close()
             self._process = None
 
     def freeze(self) -> None:
         """SIGSTOP, and wait until all of its threads have stopped."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
-        os.waitpid(self._process.pid, os.WUNTRACED)
+        deadline = time.monotonic() + READY_SECONDS
+        while not stands_still(self._process.pid):
+            assert time.monotonic() < deadline, "it does not stop"
+            time.sleep(0.001)
 
     def thaw(self) -> None:
         assert self._process is not None
@@ -138,7 +148,7 @@ class Server:
         port, http_port = self._ports
         common = ["--port", port, "--http-port", http_port, "--chunk-size", str(self.chunk_size)]
         if self.kind == "embedded":
-            serve = [sys.executable, "-m", "kvdata", "serve", "--pool-gb", str(self.pool_mb / 1024)]
+            serve = ["serve", "--pool-gb", str(self.pool_mb / 1024)]
             return [*serve, *common, "--shm-name", self.shm_name, "--transfer", self.transfer, *self.flags]
         lmcache = [self.kind, "server", "--host", "127.0.0.1", "--l1-size-gb", str(self.pool_mb / 1024)]
         lmcache += ["--eviction-policy", "LRU", "--supported-transfer-mode", "auto"]
