@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.conftest import lmcache_commands
 from tests.faults.checks import LAYOUT, Corpus, Place, resources, wait_clean, wait_for_resources
 from tests.faults.proxy import Proxy
 from tests.faults.web import WebProxy
@@ -18,10 +17,15 @@ TTL, REAL_TTL = 2, 3
 GRACE, REAL_GRACE = 8, 30
 
 
+def fault_servers(config: pytest.Config) -> list[str]:
+    """The commands of ``--lmcache``; not the suite's variable: a real server's time-outs take half a minute each."""
+    return "\n".join(config.getoption("--lmcache") or []).split()
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     for name in ("server", "impatient"):
         if name in metafunc.fixturenames:
-            kinds = ["embedded", *lmcache_commands(metafunc.config)]
+            kinds = ["embedded", *fault_servers(metafunc.config)]
             ids = [kind if kind == "embedded" else "lmcache-" + ".".join(map(str, release_of(kind))) for kind in kinds]
             metafunc.parametrize(name, kinds, indirect=True, ids=ids, scope="session")
 

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from kvdata.errors import ServerTimeout
-from tests.conftest import lmcache_commands
 from tests.faults.checks import PATIENCE, Corpus, Place, in_time, wait_clean, wait_until
-from tests.faults.conftest import opened
+from tests.faults.conftest import fault_servers, opened
 from tests.faults.test_held import clear
 from tests.servers import Server, release_of
 
@@ -21,7 +20,7 @@ SLOW = {"type": "mock", "max_size_gb": 1, "mock_bandwidth_gb": 0.001}  # a chunk
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    kinds = [kind for kind in lmcache_commands(metafunc.config) if release_of(kind) >= (0, 5, 6)]
+    kinds = [kind for kind in fault_servers(metafunc.config) if release_of(kind) >= (0, 5, 6)]
     metafunc.parametrize("kind", kinds or [pytest.param("", marks=pytest.mark.skip(reason="needs --lmcache"))])
 
 

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from kvdata.datasets import KVBatchSampler
 from kvdata.lightning import KVCacheDataModule
-from tests.conftest import lmcache_commands
+from tests.faults.conftest import fault_servers
 from tests.faults.outages import Counted, Interrupted, Outages, Reads, every, refilling
 from tests.servers import Server, release_of
 
@@ -31,7 +31,7 @@ pytestmark = [
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "mortal" in metafunc.fixturenames:
-        kinds = ["embedded", *lmcache_commands(metafunc.config)]
+        kinds = ["embedded", *fault_servers(metafunc.config)]
         ids = ["embedded", *(f"lmcache-{'.'.join(map(str, release_of(kind)))}" for kind in kinds[1:])]
         metafunc.parametrize("mortal", kinds, ids=ids, indirect=True, scope="module")
 
