@@ -110,8 +110,10 @@ def stays_the_same(look: Callable[[], Seen], clients: list[Callable[[], None]]) 
         while finished() < first + 2:
             assert time.monotonic() < deadline, "the clients do not get on beside the engine"
             during.append(look())
-    assert during == [before] * len(during)
-    assert look() == before
+    for seen in (*during, look()):
+        assert seen.hits == before.hits
+        assert seen.registration == before.registration
+        assert seen.answers == before.answers
 
 
 def test_clients_come_and_go_with_right_and_wrong_layouts(look, connection, prompts):
@@ -122,7 +124,7 @@ def test_clients_come_and_go_with_right_and_wrong_layouts(look, connection, prom
             assert ctx.lookup(prompts[6]) == PREFIX
 
     def wrong() -> None:
-        other = replace(connection, layout=KVLayout(num_layers=3, num_kv_heads=2, head_dim=8))
+        other = replace(connection, layout=KVLayout(num_layers=12, num_kv_heads=3, head_dim=64))
         with pytest.raises(GeometryMismatch, match="registered"):
             other.connect()
 
