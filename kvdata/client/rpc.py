@@ -128,13 +128,15 @@ class Rpc:
     def take_unfinished(self) -> list[Call]:
         """What was to follow posted requests that are not answered; they are not waited for any more.
 
-        And where the peer went away these requests themselves, for they may not have reached it.
+        And these requests themselves where the peer went away, for they may not have reached it, or where it does no
+        harm to repeat them.
         """
         with self._holding("clean-up", Deadline(_POSTED_SECONDS)):
             posted = list(self._posted.values())
             self._posted.clear()
         followers = {id(group): group.then for group, _ in posted}
-        return [call for _, call in posted if self._lost] + [call for then in followers.values() for call in then]
+        again = [call for _, call in posted if self._lost or call[0] == "end_session"]
+        return again + [call for then in followers.values() for call in then]
 
     def lost(self) -> bool:
         """True once the peer has gone away, even if another server has taken its place since."""
