@@ -79,13 +79,24 @@ class Rpc:
         self._socket.connect(self.url)
 
     def call(
-        self, operation: str, *args: Any, result: type[T], deadline: Deadline, late: Late | None = None
+        self,
+        operation: str,
+        *args: Any,
+        result: type[T],
+        deadline: Deadline,
+        late: Late | None = None,
+        sent: Callable[[], None] | None = None,
     ) -> T | None:
-        """Send one request and wait for its reply; None is the protocol's null."""
-        return self.call_many([(operation, args)], result, deadline, late)[0]
+        """Send one request and wait for its reply; None is the protocol's null. ``sent`` is told when it leaves."""
+        return self.call_many([(operation, args)], result, deadline, late, sent)[0]
 
     def call_many(
-        self, calls: Sequence[Call], result: type[T], deadline: Deadline, late: Late | None = None
+        self,
+        calls: Sequence[Call],
+        result: type[T],
+        deadline: Deadline,
+        late: Late | None = None,
+        sent: Callable[[], None] | None = None,
     ) -> list[T | None]:
         """Replies to several requests, which are in flight together; None is the protocol's null.
 
@@ -96,7 +107,7 @@ class Rpc:
         if not calls:
             return []
         with self._alone(calls[0][0], deadline):
-            frames = self._exchange(calls, deadline, late)
+            frames = self._exchange(calls, deadline, late, sent)
         return [None if frame is None else self.decoded(calls[0][0], frame, result) for frame in frames]
 
     def decoded(self, operation: str, frame: bytes, result: type[T]) -> T:
@@ -245,7 +256,9 @@ class Rpc:
             raise
         return uid
 
-    def _exchange(self, calls: Sequence[Call], deadline: Deadline, late: Late | None) -> list[bytes | None]:
+    def _exchange(
+        self, calls: Sequence[Call], deadline: Deadline, late: Late | None, sent: Callable[[], None] | None
+    ) -> list[bytes | None]:
         """Result frames of ``calls``; replies may come in any order."""
         places: dict[bytes, int] = {}  # of what is in flight
         frames: list[bytes | None] = [None] * len(calls)
@@ -255,6 +268,8 @@ class Rpc:
             while left:
                 for place, (operation, args) in itertools.islice(unsent, _IN_FLIGHT - len(places)):
                     places[self._send(operation, args, deadline)] = place
+                    if sent is not None:
+                        sent()
                 uid, *answer = self._receive(calls[0][0], deadline)
                 if uid in places:
                     frames[places.pop(uid)] = answer[1] if len(answer) > 1 else None

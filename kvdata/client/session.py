@@ -66,6 +66,7 @@ class Claim:
     Attributes:
         reply: what it told; None while that is not known.
         since: when it was asked, `time.monotonic`.
+        sent: it was asked: else nothing can be reserved.
         expired: it came to its end, and what is reserved now may be another's.
     """
 
@@ -74,7 +75,12 @@ class Claim:
     worker: int
     reply: PreparedStore | None = None
     since: float = field(default_factory=time.monotonic)
+    sent: bool = False
     expired: bool = False
+
+    def has_left(self) -> None:
+        """The question is on its way."""
+        self.sent = True
 
     def answered_late(self, frame: bytes | None) -> None:
         """Take the reply that came after its call had given up."""
@@ -288,10 +294,15 @@ class Session:
                     result=PreparedStore,
                     deadline=deadline,
                     late=claim.answered_late,
+                    sent=claim.has_left,
                 )
             claim.reply = self.told("prepare_store", reply)
-        except BaseException:
-            self.abort(claim)
+        except BaseException as exc:
+            # What was never sent has reserved nothing: the chunks, if they are there, are others'.
+            if claim.sent or not isinstance(exc, Exception):
+                self.abort(claim)
+            else:
+                self.settled(claim)
             raise
         return claim
 

@@ -22,6 +22,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=10.0, help="of load")
     parser.add_argument("--server", default="embedded", help="'embedded', or the path of an lmcache command")
     parser.add_argument("--seed", type=int, default=secrets.randbits(32), help="of what is drawn")
+    parser.add_argument("--keep", type=Path, help="folder that keeps journals and logs")
     parser.add_argument("--json", type=Path, help="file for the figures")
     given = parser.parse_args(arguments)
     console = Console(width=None if sys.stdout.isatty() else 130)
@@ -30,7 +31,9 @@ def main(arguments: list[str] | None = None) -> int:
     console.print(f"soak of {given.minutes:g} minutes on {name}, seed {given.seed}")
     columns = TextColumn("{task.description:28}"), BarColumn(), TimeRemainingColumn()
     with tempfile.TemporaryDirectory(prefix="kvdata-soak-") as folder, Progress(*columns, console=console) as progress:
-        outcome = Soak(given.server, 60 * given.minutes, given.seed, Path(folder), progress).run()
+        kept = given.keep or Path(folder)
+        kept.mkdir(parents=True, exist_ok=True)
+        outcome = Soak(given.server, 60 * given.minutes, given.seed, kept, progress).run()
     if outcome.figures:
         show(outcome.figures, console)
     for violation in outcome.violations:

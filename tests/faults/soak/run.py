@@ -39,7 +39,7 @@ from tests.faults.soak.report import summary
 from tests.faults.web import WebProxy
 from tests.servers import Server, release_of
 
-TIMEOUT = 3.0
+TIMEOUT = 5.0
 CLIENTS = 4  # two in this process, and two processes; the last one is killed
 GROWTH = {figures.MEMORY: 32.0}
 # Seconds after which a server forgets what clients left: locks and reservations; registrations. 30 are the least that a
@@ -123,7 +123,7 @@ class Soak:
         self._disturb(task, 0.4, HARMS)
         middle = self._rest()
         self._disturb(task, 0.5, [harm for harm in HARMS if not harm.deadly])
-        end = self._rest(start)
+        end = self._rest({**start, "server": middle["server"]})
         held = [Held(who, start[who], end[who]) for who in start if who != "server"]
         held.append(Held("server", middle["server"], end["server"]))
         return self._judged(held)
