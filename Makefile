@@ -3,8 +3,11 @@
 # make bench  measurements into benchmarks/RESULTS.md         make setup   only the environment
 # make live   against a real LMCache server and a real vLLM   make conformance  the suite on a real LMCache server too
 # make faults all that can go wrong, on a real LMCache server too (docs/reliability.md)
+# make soak   minutes of mixed load on a real LMCache server, with faults on
 #
-# SERVER       SERVER=lmcache: the demo runs on a real LMCache server instead of kvdata's own
+# SERVER       SERVER=lmcache: the demo runs on a real LMCache server instead of kvdata's own; SERVER=embedded: the soak
+#              does not
+# MINUTES      of make soak, 10 by default; SEED=... draws the faults of an earlier one again
 # RELEASES     RELEASES="0.5.6 0.5.2 0.4.7": LMCache releases for make conformance and faults; the pinned one by default
 # PYTHON       interpreter for the environment (3.10 or newer)
 # TORCH_INDEX  index with PyTorch's CPU builds, to save the download of a CUDA build where one is not wanted
@@ -12,6 +15,8 @@ PYTHON ?= python3
 TORCH_INDEX ?=
 SERVER ?=
 RELEASES ?=
+MINUTES ?= 10
+SEED ?=
 VENV ?= .venv
 export TORCH_INDEX
 
@@ -20,7 +25,7 @@ READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 EXTRAS := server,train,hf,eval,snapshot,dev
 
-.PHONY: setup demo test lmcache live conformance faults check format bench clean
+.PHONY: setup demo test lmcache live conformance faults soak check format bench clean
 
 setup: $(READY)
 
@@ -54,6 +59,10 @@ conformance: $(READY)
 faults: $(READY)
 	commands="$$($(BIN)/python -m tests.live.environments $(or $(RELEASES:%=lmcache-%),lmcache))" && \
 	$(BIN)/python -m pytest tests/faults --long --timeout 300 --lmcache "$$commands"
+
+soak: $(READY)
+	server="$(if $(filter embedded,$(SERVER)),embedded,$$($(BIN)/python -m tests.live.environments lmcache))" && \
+	$(BIN)/python -m tests.faults.soak --minutes $(MINUTES) --server "$$server" $(SEED:%=--seed %)
 
 check: $(READY)
 	$(BIN)/ruff check .

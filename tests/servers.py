@@ -123,6 +123,12 @@ class Server:
                 self._process.close()
             self._process = None
 
+    @property
+    def pid(self) -> int:
+        """Of the process that runs."""
+        assert self._process is not None
+        return self._process.pid
+
     def freeze(self) -> None:
         """SIGSTOP, and wait until all of its threads have stopped."""
         assert self._process is not None

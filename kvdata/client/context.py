@@ -308,7 +308,9 @@ class KVCacheContext:
             more, locked = self._attempt("delete", attempt)
             deleted += more
         if locked:
-            raise CacheLocked(f"{locked} chunks are being read and were kept ({deleted} deleted); delete again later")
+            said = f"{locked} chunks are being read and were kept ({deleted} deleted); delete again later"
+            with named("delete", self.connection):
+                raise CacheLocked(said)
         return deleted
 
     def verify(self, model: Model, tokens: Tokens, cache_salt: str = "") -> Verification:

@@ -35,6 +35,7 @@ class Lease:
         chunks: its leading chunks that are there; None until the server has told.
         span: the chunks that were asked for, of each worker.
         asked: workers that were asked for them. The reply may be lost.
+        unsure: those of them of which it is not known whether the question has arrived.
         gone: workers that did not have them any more, and have released their locks by that.
         workers: each worker's chunks of the span, as flat tensors.
         slots: where they lie; empty in pickle mode.
@@ -44,6 +45,7 @@ class Lease:
     chunks: int | None = None
     span: range = range(0)
     asked: set[int] = field(default_factory=set)
+    unsure: set[int] = field(default_factory=set)
     gone: set[int] = field(default_factory=set)
     workers: list[list[torch.Tensor]] = field(repr=False, default_factory=list)
     slots: list[list[Slot]] = field(repr=False, default_factory=list)
@@ -69,7 +71,9 @@ class Lease:
         if worker not in self.asked:
             return self._free(range(chunks), worker)
         calls = self._free(range(self.span.start), worker) + self._free(range(self.span.stop, chunks), worker)
-        if worker not in self.gone:  # harmless where the server has recorded nothing
+        if worker in self.unsure:  # asking again locks no more; a server releases what it has recorded, and no more
+            calls.append(("prepare_retrieve", (self.key(worker), instance_id)))
+        if worker not in self.gone:
             calls.append(("commit_retrieve", (self.key(worker), instance_id)))
         return calls
 
@@ -144,7 +148,11 @@ class Leases:
             for worker in range(session.world_size) if lease.span else ():
                 lease.asked.add(worker)
                 asked.append((lease, worker))
-        for (lease, worker), reply in zip(asked, self._prepared(asked, deadline), strict=True):
+                if session.pool is not None:  # a pickle releases its locks by itself
+                    lease.unsure.add(worker)
+        replies = self._prepared(asked, deadline)
+        for (lease, worker), reply in zip(asked, replies, strict=True):
+            lease.unsure.discard(worker)
             if reply.success:
                 lease.workers.append(chunk_tensors(session, reply, len(lease.span)))
                 lease.slots.append(reply.context.slots)

@@ -88,13 +88,24 @@ class Rpc:
         self._socket.connect(self.url)
 
     def call(
-        self, operation: str, *args: Any, result: type[T], deadline: Deadline, late: Late | None = None
+        self,
+        operation: str,
+        *args: Any,
+        result: type[T],
+        deadline: Deadline,
+        late: Late | None = None,
+        sent: Callable[[], None] | None = None,
     ) -> T | None:
-        """Send one request and wait for its reply; None is the protocol's null."""
-        return self.call_many([(operation, args)], result, deadline, late)[0]
+        """Send one request and wait for its reply; None is the protocol's null. ``sent`` is told when it leaves."""
+        return self.call_many([(operation, args)], result, deadline, late, sent)[0]
 
     def call_many(
-        self, calls: Sequence[Call], result: type[T], deadline: Deadline, late: Late | None = None
+        self,
+        calls: Sequence[Call],
+        result: type[T],
+        deadline: Deadline,
+        late: Late | None = None,
+        sent: Callable[[], None] | None = None,
     ) -> list[T | None]:
         """Replies to several requests, which are in flight together; None is the protocol's null.
 
@@ -105,7 +116,7 @@ class Rpc:
         if not calls:
             return []
         with self._alone(calls[0][0], deadline):
-            frames = self._exchange(calls, deadline, late)
+            frames = self._exchange(calls, deadline, late, sent)
         return [None if frame is None else self.decoded(calls[0][0], frame, result) for frame in frames]
 
     def decoded(self, operation: str, frame: bytes, result: type[T]) -> T:
@@ -136,14 +147,16 @@ class Rpc:
     def take_unfinished(self) -> list[Call]:
         """What was posted and not sent yet, in its order; it is not waited for any more.
 
-        And where the peer went away the requests that are not answered, too, for they may not have reached it.
+        And these requests themselves where the peer went away, for they may not have reached it, or where it does no
+        harm to repeat them.
         """
         with self._holding("clean-up", Deadline(_POSTED_SECONDS)):
             posted, backlog = list(self._posted.values()), list(self._backlog)
             self._posted.clear()
             self._backlog.clear()
         phases = [*{id(group): group.then for group, _ in posted}.values(), *backlog]
-        return [call for _, call in posted if self._lost] + [c for then in phases for phase in then for c in phase]
+        again = [call for _, call in posted if self._lost or call[0] == "end_session"]
+        return again + [call for then in phases for phase in then for call in phase]
 
     def lost(self) -> bool:
         """True once the peer has gone away, even if another server has taken its place since."""
@@ -272,7 +285,9 @@ class Rpc:
             raise
         return uid
 
-    def _exchange(self, calls: Sequence[Call], deadline: Deadline, late: Late | None) -> list[bytes | None]:
+    def _exchange(
+        self, calls: Sequence[Call], deadline: Deadline, late: Late | None, sent: Callable[[], None] | None
+    ) -> list[bytes | None]:
         """Result frames of ``calls``; replies may come in any order."""
         places: dict[bytes, int] = {}  # of what is in flight
         frames: list[bytes | None] = [None] * len(calls)
@@ -282,6 +297,8 @@ class Rpc:
             while left:
                 for place, (operation, args) in itertools.islice(unsent, _IN_FLIGHT - len(places)):
                     places[self._send(operation, args, deadline)] = place
+                    if sent is not None:
+                        sent()
                 uid, *answer = self._receive(calls[0][0], deadline)
                 if uid in places:
                     frames[places.pop(uid)] = answer[1] if len(answer) > 1 else None

@@ -65,6 +65,7 @@ class Claim:
     Attributes:
         reply: what it told; None while that is not known.
         since: when it was asked, `time.monotonic`.
+        sent: it was asked: else nothing can be reserved.
         expired: it came to its end, and what is reserved now may be another's.
     """
 
@@ -73,7 +74,12 @@ class Claim:
     worker: int
     reply: PreparedStore | None = None
     since: float = field(default_factory=time.monotonic)
+    sent: bool = False
     expired: bool = False
+
+    def has_left(self) -> None:
+        """The question is on its way."""
+        self.sent = True
 
     def answered_late(self, frame: bytes | None) -> None:
         """Take the reply that came after its call had given up."""
@@ -82,11 +88,11 @@ class Claim:
 
     @property
     def reserved(self) -> list[int]:
-        """Numbers of the chunks that are reserved, or may be: all when the server has not told."""
+        """Numbers of the chunks that the server has told to be reserved; none that were not asked for."""
         if self.reply is None:
-            return list(self.chunks)
-        told = [self.chunks[0] + index for index in self.reply.context.chunk_indices]
-        return told if set(told) <= set(self.chunks) else list(self.chunks)
+            return []
+        told = (self.chunks[0] + index for index in self.reply.context.chunk_indices)
+        return [number for number in told if number in self.chunks]
 
 
 class Session:
@@ -292,10 +298,15 @@ class Session:
                     result=PreparedStore,
                     deadline=deadline,
                     late=claim.answered_late,
+                    sent=claim.has_left,
                 )
             claim.reply = self.told("prepare_store", reply)
-        except BaseException:
-            self.abort(claim)
+        except BaseException as exc:
+            # What was never sent has reserved nothing: the chunks, if they are there, are others'.
+            if claim.sent or not isinstance(exc, Exception):
+                self.abort(claim)
+            else:
+                self.settled(claim)
             raise
         return claim
 
@@ -307,12 +318,15 @@ class Session:
         """Discard what a failed store has reserved before anything could publish it. Never raises.
 
         Where that fails, `end` tries once more, and does not un-register if it fails again: that would publish it.
+        So it is while nobody knows what is reserved: chunks that may be others' are never deleted.
         """
         if claim.expired:
             return  # nor would un-registering do another's any good
         try:
             if claim.reply is None:
                 self._await_claim(claim)
+            if claim.reply is None:
+                raise ProtocolError("what it has reserved is not known")
             if claim.reserved:
                 self.delete(claim.request, claim.reserved, force=True, worker=claim.worker)
             self.settled(claim)

@@ -30,7 +30,7 @@ class StoreReport:
 def store_chunks(session: Session, kv: torch.Tensor, ids: list[int], salt: str, deadline: Deadline) -> StoreReport:
     """Store the whole chunks of ``kv`` (``[2, L, T, D]``, checked) that the server lacks, and confirm them."""
     chunks = len(ids) // session.chunk_size
-    patience = Deadline(min(_FULL_POOL_SECONDS, deadline.remaining()))
+    patience = Deadline(min(_FULL_POOL_SECONDS, deadline.remaining() / 2))  # the rest is for finding out why it is full
     # A reservation leaves out what is there already, in memory. What a second tier holds, only a lookup tells.
     look_first = not (reserves(session) and session.info.memory_only)
     stored = 0

@@ -6,7 +6,7 @@ import hashlib
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,6 +55,16 @@ def in_time(seconds: float = TIMEOUT) -> Iterator[None]:
         assert taken < seconds + SLACK, f"a call with {seconds:g} s took {taken:.1f} s"
 
 
+def check_named(error: BaseException, operation: str, urls: Iterable[str]) -> None:
+    """A public error that says which operation it was, of which server, and what to do next."""
+    said = str(error)
+    assert isinstance(error, KVCacheSDKError), f"{type(error).__name__}: {said}"
+    assert type(error).__module__ == "kvdata.errors", f"{type(error).__name__} is not public"
+    assert operation in said, f"no {operation!r} in {said!r}"
+    assert any(url in said for url in urls), f"no URL in {said!r}"
+    assert _NEXT_STEP.search(said), f"no next step in {said!r}"
+
+
 @dataclass
 class Place:
     """A server behind two proxies, as a client sees it, and directly, as an observer does."""
@@ -84,12 +94,7 @@ class Place:
 
     def names(self, error: BaseException, operation: str) -> None:
         """An error says which operation it was, of which server, and what to do next."""
-        said = str(error)
-        assert isinstance(error, KVCacheSDKError), f"{type(error).__name__}: {said}"
-        assert type(error).__module__ == "kvdata.errors", f"{type(error).__name__} is not public"
-        assert operation in said, f"no {operation!r} in {said!r}"
-        assert self.proxy.url in said or self.web.url in said, f"no URL in {said!r}"
-        assert _NEXT_STEP.search(said), f"no next step in {said!r}"
+        check_named(error, operation, (self.proxy.url, self.web.url))
 
 
 class Corpus:

@@ -67,9 +67,9 @@ class Proxy:
         self._streams: list[Stream] = []
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
-        self.seen: list[tuple[str, str]] = []  # ("request" or "reply", operation) of every message that came
-        self._threads = [threading.Thread(target=self._accept, daemon=True)]
-        self._threads[0].start()
+        self._threads = {threading.Thread(target=self._accept, daemon=True)}
+        for thread in self._threads:
+            thread.start()
 
     def requests(self, operation: str, fault: Fault, times: int = 1) -> None:
         """Do this to the next ``times`` requests of an operation (``"*"``: of any)."""
@@ -106,7 +106,9 @@ class Proxy:
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         self.cut()
-        for thread in self._threads:
+        with self._lock:
+            threads = [*self._threads]
+        for thread in threads:
             thread.join(PATIENCE)
             assert not thread.is_alive()
 
@@ -131,8 +133,9 @@ class Proxy:
                 self._streams += [client, server]
             for source, sink, reply in ((client, server, False), (server, client, True)):
                 thread = threading.Thread(target=self._pump, args=(source, sink, reply), daemon=True)
+                with self._lock:
+                    self._threads.add(thread)
                 thread.start()
-                self._threads.append(thread)
 
     def _pump(self, source: Stream, sink: Stream, reply: bool) -> None:
         with suppress(OSError, EOFError, ValueError):  # ValueError: closed meanwhile
@@ -144,11 +147,13 @@ class Proxy:
                     sink.send(delivered)
         source.close()
         sink.close()
+        with self._lock:  # what has ended is not kept: a proxy may run for hours
+            self._threads.discard(threading.current_thread())
+            self._streams = [stream for stream in self._streams if stream not in (source, sink)]
 
     def _changed(self, message: Message, reply: bool) -> list[Message] | list[bytes]:
         operation = self._names.get(msgspec.msgpack.decode(message[1]), "unknown")
         with self._lock:
-            self.seen.append(("reply" if reply else "request", operation))
             rule = next((r for r in self._rules if r.reply == reply and r.operation in (operation, "*")), None)
             if rule is not None:
                 rule.times -= 1

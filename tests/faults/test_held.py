@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from kvdata import KVCacheContext
-from kvdata.errors import KVCacheSDKError, StoreFailed
+from kvdata.errors import KVCacheSDKError, ServerTimeout, StoreFailed
 from tests.faults.checks import PATIENCE, TIMEOUT, Corpus, in_time, wait_until
 
 
@@ -134,6 +134,26 @@ def test_a_writer_that_gives_up_leaves_the_reservations_of_others_alone(place, c
     commit.open()
     assert winner.result(PATIENCE) is True
     corpus.check_all_visible([tokens])
+
+
+def test_a_store_that_was_never_sent_deletes_nothing(place, corpus):
+    """It waited for a connection in vain. Meanwhile others have stored the same, and read it."""
+    ctx = place.connect(timeout=PATIENCE)
+    there = corpus.stored(ctx)
+    tokens, kv = corpus.fresh(4)
+    gate = place.proxy.gate("after", "lookup")
+    reading = beside(lambda: ctx.retrieve(there))
+    gate.wait()
+    ctx.connection = place.connection()
+    waiting = beside(lambda: ctx.store(kv, tokens))
+    with place.observer() as other:
+        assert other.store(kv, tokens) is True
+        with other.lease(tokens):
+            assert isinstance(waiting.exception(PATIENCE), ServerTimeout)
+            gate.open()
+            assert corpus.check(there, reading.result(PATIENCE))
+            corpus.works_again(ctx)  # on a new connection; the old one has been put away
+            assert other.lookup(tokens) == len(tokens)
 
 
 def test_threads_that_give_up_do_not_close_a_connection_in_use(place, corpus):

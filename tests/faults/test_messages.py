@@ -28,7 +28,7 @@ REPLIES = {
 
 def _marks(operation: str, fault: str) -> list[pytest.MarkDecorator]:
     """`make test` takes every fault at one point, and one fault at every point."""
-    short = operation == "prepare_retrieve" or fault == "flipped" or (operation, fault) == ("prepare_store", "null")
+    short = operation == "prepare_retrieve" or fault == "flipped"
     return [] if short else [pytest.mark.long]
 
 
@@ -37,6 +37,12 @@ CASES = [
     for call, operation in POINTS
     for fault in REPLIES
     if (operation, fault) != ("query_prefetch_status", "null")  # that is how "still loading" looks
+    if operation != "prepare_store" or fault == "doubled"
+]
+NEVER_TOLD = [
+    pytest.param(fault, marks=[] if fault in ("flipped", "null") else [pytest.mark.long])
+    for fault in REPLIES
+    if fault != "doubled"
 ]
 
 
@@ -58,6 +64,24 @@ def test_a_reply_that_is_not_as_it_should_be(place, corpus, call, operation, fau
         place.names(error, call)
     place.heal()
     corpus.check_all_visible(readable)
+    corpus.works_again(ctx)
+
+
+@pytest.mark.parametrize("fault", NEVER_TOLD)
+def test_a_reservation_that_is_never_told(impatient_place, corpus, fault):
+    """Nobody knows then which of the chunks are the client's: none is deleted, and the server's time-out ends it."""
+    ctx, other = impatient_place.connect(), impatient_place.connect()
+    new, kv = corpus.fresh()
+    half = len(new) // 2
+    assert other.store(kv[:, :, :half], new[:half]) is True
+    impatient_place.proxy.replies("prepare_store", REPLIES[fault])
+    with pytest.raises(KVCacheSDKError) as caught, in_time():
+        ctx.store(kv, new)
+    impatient_place.names(caught.value, "store")
+    impatient_place.heal()
+    with other.lease(new) as chunks:
+        assert len(chunks) * impatient_place.server.chunk_size == half  # it is there, and nobody else's
+        assert other.lookup(new) == half
     corpus.works_again(ctx)
 
 

@@ -16,6 +16,7 @@ class Stream:
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # as ZMQ does: small messages don't wait
         self._file = sock.makefile("rb")
 
     def greeting(self) -> Iterator[bytes]:
