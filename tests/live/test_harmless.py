@@ -196,13 +196,12 @@ def test_objects_of_a_wrong_shape_are_refused(look, connection, prompts):
     with connection.connect() as ctx:
         kv = ctx.retrieve(theirs)
         wrong = [kv[:, :-1], kv[..., :-1], kv[:1], kv[:, :, : PREFIX // 2], kv.transpose(1, 2)]
-        numbers = itertools.count()
 
         def stores() -> None:
             for tensor in wrong:
                 with pytest.raises(InvalidRequest):
                     ctx.store(tensor, theirs, "wrong-shape")
             assert ctx.lookup(theirs, "wrong-shape") == 0
-            assert ctx.store(kv[:, :, :CHUNK], theirs[:CHUNK], f"right-shape-{next(numbers)}") is True
+            ctx.store(kv[:, :, :CHUNK], theirs[:CHUNK], "right-shape")  # once: a full pool would evict the engine's
 
         stays_the_same(look, [stores])
