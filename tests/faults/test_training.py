@@ -74,8 +74,11 @@ def check_counts(dataset: Counted, module: Reads) -> None:
 
 def ride_out(
     server: Server, folder: Path, workers: int, count: int, due: Callable[[Reads, float], bool], retries: int = 20
-) -> None:
-    """A run through the first half of ``count`` outages, broken off, and one that goes on through the others."""
+) -> dict[str, float]:
+    """A run through the first half of ``count`` outages, broken off, and one that goes on through the others.
+
+    Returns the statistics of the second.
+    """
     half, started = count // 2, time.monotonic()
     datasets = [refilling(server, PROMPTS, retries) for _ in range(2)]
     first = Reads()
@@ -98,10 +101,11 @@ def ride_out(
     assert not first.wrong + second.wrong
     assert first.seen + second.seen == order(len(first.seen) + len(second.seen))
     check_counts(datasets[1], second)
-    assert datasets[1].stats()["retries"] > 0
-    print(f"{time.monotonic() - started:.0f} s, {len(first.seen)} + {len(second.seen)} samples, {datasets[1].stats()}")
+    stats = datasets[1].stats()
+    print(f"{time.monotonic() - started:.0f} s, {len(first.seen)} + {len(second.seen)} samples, {stats}")
     for dataset in datasets:
         dataset.close()
+    return stats
 
 
 @pytest.mark.parametrize("workers", [0, 2], ids=["threads", "workers"])
@@ -115,4 +119,4 @@ def test_a_run_outlives_its_server_and_resumes_where_it_was(mortal, tmp_path, wo
 @pytest.mark.parametrize("workers", [0, 2], ids=["threads", "workers"])
 def test_three_minutes_of_outages(mortal, tmp_path, workers):
     due = every(20.0)
-    ride_out(mortal, tmp_path, workers, 9, lambda _, up: due(up))
+    assert ride_out(mortal, tmp_path, workers, 9, lambda _, up: due(up))["retries"] > 0

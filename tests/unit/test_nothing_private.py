@@ -24,6 +24,7 @@ from kvdata.client.transfer import check_pool
 from kvdata.datasets.chains import Chains
 from kvdata.datasets.manifest import Manifest, Written
 from kvdata.datasets.prefixes import Prefixes
+from kvdata.datasets.refill import Refill
 from kvdata.engines.openai import openai_completion
 from kvdata.errors import KVCacheSDKError
 from kvdata.lightning.cache_store import CacheStore
@@ -83,11 +84,6 @@ class Provocation:
     def __init__(self, ctx: KVCacheContext, small: Connection, lie: Change, folder: Path) -> None:
         self.ctx, self.small, self.lie, self.folder = ctx, small, lie, folder
 
-    def KVCacheSDKError(self) -> Iterator[Callable[[], object]]:
-        self.lie("prepare_retrieve", lambda _: {"success": False, "data": b"", "context": {}})
-        self.ctx.store(cache(), tokens := prompt())
-        yield lambda: self.ctx.retrieve(tokens)  # what was vanishing twice
-
     def InvalidRequest(self) -> Iterator[Callable[[], object]]:
         yield lambda: self.ctx.lookup([*prompt(), 2**32 + FIRST])
         yield lambda: self.ctx.lookup([*prompt(), -FIRST])
@@ -129,12 +125,21 @@ class Provocation:
         line = Written("d", 9, prompt(), "s", "p", "r1", 1)
         yield lambda: Manifest([line]).request_for(prompt())
 
+    def GoneAgain(self) -> Iterator[Callable[[], object]]:
+        refill = Refill(lambda *_: [], settle_seconds=0.0)
+        data = KVCacheDataset([prompt()], connection=self.small, on_missing="refill", refill=refill)
+        data.refill = lambda *_: None  # it was there, and is gone before it is read
+        yield lambda: data[0]
+
     def ServerUnreachable(self) -> Iterator[Callable[[], object]]:
         nowhere = dataclasses.replace(self.small, url="tcp://127.0.0.1:1", http_url="http://127.0.0.1:1")
         yield lambda: KVCacheContext(nowhere).lookup(prompt())
 
     def ServerTimeout(self) -> Iterator[Callable[[], object]]:
         impatient = dataclasses.replace(self.small, timeout=1.0)
+        self.lie("prepare_retrieve", lambda _: {"success": False, "data": b"", "context": {}})
+        self.ctx.store(cache(), going := prompt())
+        yield lambda: self.ctx.retrieve(going)  # what vanishes again and again
         self.lie("prepare_retrieve", lambda _: 1 / 0)
         with impatient.connect() as ctx:
             ctx.store(cache(), tokens := prompt())
@@ -199,8 +204,9 @@ class Provocation:
             yield lambda: self.ctx.delete(tokens)
 
 
-# About folders and settings; no prompt is near.
+# About folders and settings, where no prompt is near, or never seen outside.
 ELSEWHERE = {
+    "KVCacheSDKError",
     "UnknownPacking",
     "SnapshotError", "OtherSnapshot", "SnapshotIncomplete", "SnapshotDamaged", "UnsupportedSnapshot", "DiskFull",
     "OtherEvaluation", "Vanished",
