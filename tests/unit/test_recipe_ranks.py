@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +12,7 @@ import pytest
 
 from kvdata.datasets import Manifest
 from kvdata.edits.functions import weights_revision
+from tests.unit.ranks import run_ranks
 from tests.unit.recipes import AUTOENCODER, CARTRIDGE, SCORER, arguments_for, of_one_document
 
 pytestmark = pytest.mark.timeout(450)  # two processes import everything first, perhaps on a busy machine
@@ -67,19 +64,7 @@ def folder(embedded, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
     connection = Connection(embedded.url, embedded.http_url, "unit/model", 30.0, LAYOUT)
     (folder / "options.json").write_text(json.dumps(arguments_for(connection, folder)))
-    script = folder / "run.py"  # Lightning starts the other rank with the same command
-    script.write_text("import os, sys; from tests.unit.test_recipe_ranks import rank; rank(sys.argv[1]); os._exit(0)")
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-    log = folder / "log"
-    with open(log, "wb") as out:
-        command = [sys.executable, str(script), str(folder)]
-        process = subprocess.Popen(command, stdout=out, stderr=out, env=environment, start_new_session=True)
-    try:
-        assert process.wait(400) == 0, log.read_text()
-    finally:
-        with contextlib.suppress(ProcessLookupError):  # the other rank, too
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait(20)
+    run_ranks(folder, __name__, str(folder), variables={"OMP_NUM_THREADS": "1"})
     return folder
 
 

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -21,6 +16,7 @@ from kvdata import Connection
 from kvdata.datasets import Manifest
 from kvdata.lightning import CacheWrite, KVCacheWriter
 from tests.unit.conftest import LAYOUT
+from tests.unit.ranks import run_ranks
 from tests.unit.writes import Trains, readable, trainer
 
 pytestmark = pytest.mark.timeout(450)  # two processes import everything first, perhaps on a busy machine
@@ -78,20 +74,7 @@ def rank(url: str, http_url: str, folder: str) -> None:
 def folder(embedded, tmp_path_factory) -> Path:
     """Where both ranks have done all runs."""
     folder = tmp_path_factory.mktemp("ranks")
-    script = folder / "run.py"  # Lightning starts the other rank with the same command
-    code = "import os, sys; from tests.unit.test_writer_ranks import rank; rank(*sys.argv[1:]); os._exit(0)"
-    script.write_text(code)  # _exit saves the seconds that it takes to tear down an interpreter with torch in it
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    command = [sys.executable, str(script), embedded.url, embedded.http_url, str(folder)]
-    log = folder / "log"
-    with open(log, "wb") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out, env=environment, start_new_session=True)
-    try:
-        assert process.wait(400) == 0, log.read_text()
-    finally:
-        with contextlib.suppress(ProcessLookupError):  # the other rank, too
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait(20)
+    run_ranks(folder, __name__, embedded.url, embedded.http_url, str(folder))
     return folder
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kvdata.edits.policies.base import Source
-from kvdata.edits.policies.queries import QueryPolicy, by_group, prefix_queries
+from kvdata.edits.policies.queries import QueryPolicy, prefix_queries
 from kvdata.edits.policies.refit import FUTURE, REFERENCES, RIDGE, asked_later, evenly_spaced, refit_values
 
 
@@ -41,7 +41,6 @@ class Compaction(QueryPolicy):
         return self.logits(queries, keys).softmax(-1).square().mean((1, 2)).sqrt()
 
     def merge(self, kv: Tensor, kept: Tensor, source: Source) -> Tensor:
-        by_group(self.reference_queries(kv, source, 0), kv, kept.shape[1])  # they fit the cache, or an error says so
         return refit_values(
             kv, kept, lambda length: self.reference_queries(kv, source, length), self.rope, self.ridge, self.scale
         )

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvdata.edits.policies.queries import by_group, heads
 from kvdata.edits.rope import Rope
-from kvdata.edits.selection import gather, relocate, split_heads
+from kvdata.edits.selection import gather, relocate
 
 REFERENCES, FUTURE, RIDGE = 512, 128, 0.1
 
@@ -72,11 +73,9 @@ def refit_values(
     num_kv_heads, slots = kept.shape[1:]
     merged = gather(kv, kept)
     moved = relocate(merged.clone(), kept, rope)
-    before, after = ask(kv.shape[2]), ask(slots)
+    before, after = (by_group(ask(length), kv, num_kv_heads).flatten(2, 3) for length in (kv.shape[2], slots))
     for layer in range(kv.shape[1]):
-        keys, values, new_keys, old_values = (
-            split_heads(part[layer].float(), num_kv_heads).transpose(0, 1) for part in (*kv, *moved)
-        )
+        keys, values, new_keys, old_values = (heads(part[layer], num_kv_heads) for part in (*kv, *moved))
         target = _attention(before[layer], keys, scale) @ values
         fitted = refit(_attention(after[layer], new_keys, scale), old_values, target, ridge)
         merged[1, layer] = fitted.transpose(0, 1).flatten(-2)
@@ -114,6 +113,5 @@ def refit(attention: Tensor, values: Tensor, target: Tensor, ridge: float) -> Te
 
 
 def _attention(queries: Tensor, keys: Tensor, scale: float | None) -> Tensor:
-    """A row per query of a KV head's group: ``[Hq, R, d]`` and ``[H, n, d]`` -> ``[H, M, n]``."""
-    grouped = queries.reshape(keys.shape[0], -1, keys.shape[-1])
-    return (grouped @ keys.mT * (scale or keys.shape[-1] ** -0.5)).softmax(-1)
+    """A row per query of a KV head's group: ``[H, M, d]`` and ``[H, n, d]`` -> ``[H, M, n]``."""
+    return (queries @ keys.mT * (scale or keys.shape[-1] ** -0.5)).softmax(-1)
