@@ -36,6 +36,7 @@ from tests.unit.test_server_wire import (
     new_tokens,
     payload,
     registration,
+    small_server,
     store,
 )
 
@@ -50,8 +51,7 @@ def clock() -> Clock:
 
 @pytest.fixture(scope="module")
 def server(clock: Clock) -> Iterator[EmbeddedServer]:
-    name = f"kvdata-unit-{os.getpid()}-fuzz"  # the leak check after each test looks for automatic names
-    with EmbeddedServer(chunk_size=CHUNK, pool_bytes=1 << 20, shm_name=name, clock=clock) as running:
+    with small_server(clock, "-fuzz") as running:
         yield running
 
 

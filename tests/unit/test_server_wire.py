@@ -106,6 +106,12 @@ def payload(chunks: int) -> bytes:
     return pickle.dumps([torch.full(SHAPE, float(i + 1), dtype=torch.bfloat16) for i in range(chunks)], 4)
 
 
+def small_server(clock: Clock, name: str = "") -> EmbeddedServer:
+    """A server for the tests of a module, to be entered."""
+    own = f"kvdata-unit-{os.getpid()}{name}"  # the leak check after each test looks for automatic names
+    return EmbeddedServer(chunk_size=CHUNK, pool_bytes=1 << 20, shm_name=own, clock=clock)
+
+
 @pytest.fixture(scope="module")
 def clock() -> Clock:
     return Clock()
@@ -113,8 +119,7 @@ def clock() -> Clock:
 
 @pytest.fixture(scope="module")
 def server(clock: Clock) -> Iterator[EmbeddedServer]:
-    name = f"kvdata-unit-{os.getpid()}"  # the leak check after each test looks for automatic names
-    with EmbeddedServer(chunk_size=CHUNK, pool_bytes=1 << 20, shm_name=name, clock=clock) as running:
+    with small_server(clock) as running:
         yield running
 
 
