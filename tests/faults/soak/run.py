@@ -130,8 +130,8 @@ class Soak:
 
     def _judged(self, held: list[Held]) -> Outcome:
         self._control[0] = STOP
-        for thread in [*self._clients[0], *self._clients[1]]:
-            thread.join(PATIENCE)
+        for client in [*self._clients[0], *self._clients[1], *self._clients[2:]]:
+            client.join(PATIENCE)  # its last operation must have ended
         rules = Rules(TIMEOUT, len(self._killed) * THREADS, ALWAYS, {h.name: h.brings for h in HARMS}, GROWTH)
         try:
             operations = [*read(self.folder, self._killed)]
