@@ -27,6 +27,8 @@ from kvdata.server.web import build_app
 from kvdata.wire.shm import create_pool
 
 STOP_SECONDS = 5.0
+# A signal may reach any thread, above all after SIGCONT; a main thread that waits is not woken by it.
+_NOTICE_SECONDS = 0.2
 
 
 @dataclass(eq=False)
@@ -102,7 +104,8 @@ class EmbeddedServer:
         try:
             with self:
                 on_ready()
-                done.wait()
+                while not done.wait(_NOTICE_SECONDS):
+                    pass
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)

@@ -198,6 +198,24 @@ def test_a_process_cleans_up_on_sigterm_and_after_a_kill_the_next_start_does():
         path.unlink(missing_ok=True)
 
 
+def test_a_signal_that_reaches_another_thread_ends_it_too():
+    script = """if True:
+        import signal, threading, time
+        from kvdata.server import EmbeddedServer
+
+        def strike():
+            time.sleep(1.0)  # the main thread waits by then
+            signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+
+        EmbeddedServer().run_forever(threading.Thread(target=strike).start)
+    """
+    with subprocess.Popen([sys.executable, "-c", script]) as process:
+        try:
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+
+
 def test_a_forked_child_does_not_take_the_server_down(server):
     pid = os.fork()
     if pid == 0:
