@@ -39,7 +39,7 @@ def watched(spent: Seconds) -> Iterator[None]:
             spent[name] += time.perf_counter() - started
 
     def call_many(self: Rpc, many: Any, *rest: Any) -> Any:
-        return timed(many[0][0] if many else "nothing", calls, self, many, *rest)
+        return timed(many[0].operation if many else "nothing", calls, self, many, *rest)
 
     def post(self: Rpc, *arguments: Any) -> Any:
         return timed("releases, sent", posts, self, *arguments)

@@ -8,6 +8,7 @@
     │   └── UnknownPacking                   the byte order of a fused cache has not been said
     ├── ModelNotRegistered                   the server does not know the model (never reported as a miss)
     ├── MissingKV                            a dataset needed KV that the server does not hold
+    ├── LeaseLost                            views of a lease may have shown something else
     ├── ServerError                          the server, or the way to it
     │   ├── ServerUnreachable (also ConnectionError)   nobody answers at that URL
     │   │   └── ConnectionLost               the peer went away during a call
@@ -62,6 +63,10 @@ class ModelNotRegistered(KVCacheSDKError):
 
 class MissingKV(KVCacheSDKError):
     """A dataset asked for KV that the server does not (fully) hold."""
+
+
+class LeaseLost(KVCacheSDKError):
+    """The server may have given the memory of a lease to others while its views were used."""
 
 
 class ServerError(KVCacheSDKError):

@@ -27,7 +27,15 @@ from kvdata.client.session import Session
 from kvdata.client.storing import StoreReport, store_chunks
 from kvdata.client.transfer import Vanished
 from kvdata.client.verify import Model, Verification, verify
-from kvdata.errors import CacheLocked, ConnectionLost, GeometryMismatch, InvalidRequest, ServerTimeout
+from kvdata.errors import (
+    CacheLocked,
+    ConnectionLost,
+    GeometryMismatch,
+    InvalidRequest,
+    LeaseLost,
+    ServerError,
+    ServerTimeout,
+)
 from kvdata.layout import KVLayout
 from kvdata.wire.keys import Tokens, check_salt, token_list
 
@@ -241,10 +249,16 @@ class KVCacheContext:
         default). In pickle mode they are copies, and nothing is locked; with tensor parallelism and in packing
         ``vllm-cpu`` they are copies too. Treat them as read-only: writing
         changes the cache itself.
+
+        Raises:
+            LeaseLost: at the end of the block: the chunks may not have been there, and locked, all the time. What was
+                made of the views must not be used.
+            ServerError: see `kvdata.errors`.
         """
         leases = self._lease("lease", self._wanted([tokens], cache_salt), WHOLE)
         try:
             yield views(leases.each[0], leases.session.layout)
+            self._confirm(leases)
         finally:
             leases.close()
 
@@ -405,6 +419,16 @@ class KVCacheContext:
                         f"{operation}: {exc} ({_ATTEMPTS - left} times within {deadline.seconds:g} s); retry later"
                     ) from exc
         raise AssertionError("unreachable")
+
+    def _confirm(self, leases: Leases) -> None:
+        """`LeaseLost` unless the server says that what was leased was there until now."""
+        try:
+            leases.confirm(Deadline(self.connection.timeout))
+        except (Vanished, ServerError) as exc:
+            raise LeaseLost(
+                f"lease: {self.connection.url} did not confirm that it kept what was leased ({exc}); throw away what "
+                "was made of the views, and lease again"
+            ) from exc
 
     def _wanted(self, prefixes: Sequence[Tokens], salts: str | Sequence[str]) -> list[tuple[list[int], str]]:
         each = [salts] * len(prefixes) if isinstance(salts, str) else salts

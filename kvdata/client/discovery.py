@@ -48,6 +48,7 @@ class ServerInfo:
         chunk_size: tokens in a chunk.
         grace_seconds: how long a silent registration lives.
         write_ttl_seconds: how long a reservation is kept for its writer.
+        read_ttl_seconds: how long a reader's locks are kept.
         engines: published layout (raw) of each model that a serving engine registered.
         clients: model name of each engine-driven instance, by instance id.
         layouts: geometry the embedded server remembers, by model name.
@@ -59,6 +60,7 @@ class ServerInfo:
     chunk_size: int
     grace_seconds: float
     write_ttl_seconds: float
+    read_ttl_seconds: float
     engines: Mapping[str, Mapping[str, Any]]
     clients: Mapping[int, str]
     layouts: Mapping[str, KVLayout]
@@ -92,7 +94,8 @@ def discover(http: Http, deadline: Deadline | None = None) -> ServerInfo:
             release=release,
             chunk_size=chunk_size,
             grace_seconds=float(settings.get("worker_registration_grace_seconds") or 3600.0),
-            write_ttl_seconds=_write_ttl(status),
+            write_ttl_seconds=_ttl(status, "write", 600.0),
+            read_ttl_seconds=_ttl(status, "read", 300.0),
             engines=_engines(status),
             clients=registered_clients(status),
             layouts=_remembered_layouts(status),
@@ -105,10 +108,10 @@ def discover(http: Http, deadline: Deadline | None = None) -> ServerInfo:
         ) from exc
 
 
-def _write_ttl(status: Any) -> float:
+def _ttl(status: Any, lock: str, otherwise: float) -> float:
     manager = status.get("storage_manager") if isinstance(status, dict) else None
     found = manager.get("l1_manager") if isinstance(manager, dict) else None
-    return float(found.get("write_ttl_seconds") or 600.0) if isinstance(found, dict) else 600.0
+    return float(found.get(f"{lock}_ttl_seconds") or otherwise) if isinstance(found, dict) else otherwise
 
 
 def _second_tiers(status: Any) -> int | None:

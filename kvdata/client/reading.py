@@ -5,6 +5,7 @@ Axes: ``2`` K/V, ``L`` layers, ``T`` tokens, ``H`` KV heads, ``S`` head size, ``
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -65,26 +66,29 @@ class Lease:
         else:
             for worker in range(world_size):
                 calls += self._release(worker, self.chunks, instance_id)
-        return [*calls, ("end_session", (self.request.request_id,))]
+        return [*calls, self.request.end()]
 
     def _release(self, worker: int, chunks: int, instance_id: int) -> list[Call]:
         if worker not in self.asked:
             return self._free(range(chunks), worker)
         calls = self._free(range(self.span.start), worker) + self._free(range(self.span.stop, chunks), worker)
         if worker in self.unsure:  # asking again locks no more; a server releases what it has recorded, and no more
-            calls.append(("prepare_retrieve", (self.key(worker), instance_id)))
+            calls.append(self._about("prepare_retrieve", worker, instance_id))
         if worker not in self.gone:
-            calls.append(("commit_retrieve", (self.key(worker), instance_id)))
+            calls.append(self._about("commit_retrieve", worker, instance_id))
         return calls
 
     def _free(self, chunks: range, worker: int | None) -> list[Call]:
         if not chunks:
             return []
-        return [("free_lookup_locks", (self.request.key(chunks.start, chunks.stop, worker), 1))]
+        return [self.request.free(chunks.start, chunks.stop, worker)]
 
-    def key(self, worker: int) -> object:
-        """Addresses one worker's chunks of the span."""
-        return self.request.key(self.span.start, self.span.stop, worker)
+    def _about(self, operation: str, worker: int, instance_id: int) -> Call:
+        return Call(operation, self.asks(worker, instance_id), self.request.until)
+
+    def asks(self, worker: int, instance_id: int) -> tuple[object, int]:
+        """What goes with an operation on one worker's chunks of the span."""
+        return self.request.key(self.span.start, self.span.stop, worker), instance_id
 
 
 class Leases:
@@ -120,8 +124,8 @@ class Leases:
         session = self.session
         calls: list[Call] = []
         for lease in leases:
-            if lease.chunks is None and not session.info.memory_only:
-                session.give_up(lease.request)  # what is not loaded yet cannot be released yet
+            if lease.chunks is None and not (session.info.memory_only and session.frees_its_own):
+                session.give_up(lease.request)  # what is not loaded yet, or not known, cannot be released yet
             else:
                 calls += lease.give_back(session.world_size, session.instance_id)
         try:
@@ -175,6 +179,8 @@ class Leases:
         self.check()
         if session.pool is None:
             return
+        if any(lease.asked and time.monotonic() >= lease.request.until for lease in self.each):
+            raise Vanished("chunks were read for longer than the server keeps a reader's locks")
         asked = [(lease, worker) for lease in self.each for worker in sorted(lease.asked)]
         for (lease, worker), reply in zip(asked, self._prepared(asked, deadline), strict=True):
             if not reply.success or reply.context.slots != lease.slots[worker]:
@@ -183,7 +189,7 @@ class Leases:
 
     def _prepared(self, asked: Sequence[tuple[Lease, int]], deadline: Deadline) -> list[PreparedRetrieve]:
         session = self.session
-        calls: list[Call] = [("prepare_retrieve", (lease.key(w), session.instance_id)) for lease, w in asked]
+        calls = [Call("prepare_retrieve", lease.asks(w, session.instance_id)) for lease, w in asked]
         replies = session.call_many(calls, PreparedRetrieve, deadline)
         return [session.told("prepare_retrieve", reply) for reply in replies]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import secrets
 import uuid
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from functools import cached_property
 
 import msgspec
 
+from kvdata.client.rpc import Call
 from kvdata.wire.messages import Key
 
 _nonce = itertools.count(secrets.randbits(31))
@@ -22,6 +24,9 @@ class Request:
 
     A server caches a request's chunk hashes by its id, so an id is never used for two sequences. The nonce
     after the last whole chunk changes no hash, but keeps two transfers of the same tokens apart.
+
+    Attributes:
+        until: `time.monotonic` until which the server keeps every lock that was taken for it.
     """
 
     model_name: str
@@ -30,13 +35,22 @@ class Request:
     chunk_size: int
     ids: list[int] = field(repr=False)
     request_id: str
+    until: float = math.inf
 
     @classmethod
-    def create(cls, model_name: str, world_size: int, salt: str, chunk_size: int, ids: Sequence[int]) -> Request:
+    def create(
+        cls,
+        model_name: str,
+        world_size: int,
+        salt: str,
+        chunk_size: int,
+        ids: Sequence[int],
+        until: float = math.inf,
+    ) -> Request:
         """A request over all whole chunks of ``ids``."""
         whole = list(ids[: len(ids) // chunk_size * chunk_size])
         whole.append(next(_nonce) & 0x7FFFFFFF)
-        return cls(model_name, world_size, salt, chunk_size, whole, f"kvdata-{uuid.uuid4().hex}")
+        return cls(model_name, world_size, salt, chunk_size, whole, f"kvdata-{uuid.uuid4().hex}", until)
 
     @property
     def chunks(self) -> int:
@@ -59,3 +73,11 @@ class Request:
             request_id=self.request_id,
             cache_salt=self.salt,
         )
+
+    def free(self, start: int = 0, stop: int | None = None, worker: int | None = None) -> Call:
+        """Releases what the lookup locked of the chunks ``start .. stop``."""
+        return Call("free_lookup_locks", (self.key(start, stop, worker), 1), self.until)
+
+    def end(self) -> Call:
+        """Makes the server forget the request's id."""
+        return Call("end_session", (self.request_id,))

@@ -9,12 +9,14 @@ each its own error: nobody is connected (`ServerUnreachable`), the peer vanished
 from __future__ import annotations
 
 import itertools
+import math
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 import zmq
@@ -31,7 +33,6 @@ from kvdata.errors import (
 from kvdata.wire.messages import NEWEST, Release, decode, operation_numbers
 
 T = TypeVar("T")
-Call: TypeAlias = tuple[str, tuple[Any, ...]]
 # Gets the result frame of a reply that comes after its call has given up.
 Late: TypeAlias = Callable[["bytes | None"], None]
 
@@ -41,6 +42,21 @@ _FLUSH_MS = 200
 # Deeper pipelines are no faster, and leave more unread in a server when a client is stopped.
 _IN_FLIGHT = 32
 _POSTED_SECONDS = 2.0
+
+
+class Call(NamedTuple):
+    """One request to the server.
+
+    Attributes:
+        operation: its name.
+        args: what goes with it.
+        until: when what it gives back has ended by itself, `time.monotonic`. A posted request is not sent any more
+            then: a server counts locks without their owners, and would take another's instead.
+    """
+
+    operation: str
+    args: tuple[Any, ...]
+    until: float = math.inf
 
 
 @dataclass
@@ -97,7 +113,7 @@ class Rpc:
         sent: Callable[[], None] | None = None,
     ) -> T | None:
         """Send one request and wait for its reply; None is the protocol's null. ``sent`` is told when it leaves."""
-        return self.call_many([(operation, args)], result, deadline, late, sent)[0]
+        return self.call_many([Call(operation, args)], result, deadline, late, sent)[0]
 
     def call_many(
         self,
@@ -115,9 +131,9 @@ class Rpc:
         """
         if not calls:
             return []
-        with self._alone(calls[0][0], deadline):
+        with self._alone(calls[0].operation, deadline):
             frames = self._exchange(calls, deadline, late, sent)
-        return [None if frame is None else self.decoded(calls[0][0], frame, result) for frame in frames]
+        return [None if frame is None else self.decoded(calls[0].operation, frame, result) for frame in frames]
 
     def decoded(self, operation: str, frame: bytes, result: type[T]) -> T:
         """What a reply's result frame says; `ProtocolError` when it is not a ``result``."""
@@ -155,7 +171,7 @@ class Rpc:
             self._posted.clear()
             self._backlog.clear()
         phases = [*{id(group): group.then for group, _ in posted}.values(), *backlog]
-        again = [call for _, call in posted if self._lost or call[0] == "end_session"]
+        again = [call for _, call in posted if self._lost or call.operation == "end_session"]
         return again + [call for then in phases for phase in then for call in phase]
 
     def lost(self) -> bool:
@@ -235,9 +251,11 @@ class Rpc:
     def _post(self, phases: Sequence[Sequence[Call]]) -> None:
         if phases:
             group = _Group(phases[1:], len(phases[0]))
-            for operation, args in phases[0]:
-                uid = self._send(operation, args, Deadline(_FLUSH_MS / 1000))
-                self._posted[uid] = group, (operation, args)
+            for call in phases[0]:
+                if time.monotonic() < call.until:
+                    self._posted[self._send(call, Deadline(_FLUSH_MS / 1000))] = group, call
+                else:
+                    self._done(group)
 
     def _settle(self, deadline: Deadline) -> None:
         while self._posted:
@@ -250,12 +268,16 @@ class Rpc:
             late(answer[1] if len(answer) > 1 else None)
         posted = self._posted.pop(uid, None)
         if posted is not None:
-            group = posted[0]
-            group.left -= 1
-            if not group.left:
-                self._post(group.then)
+            self._done(posted[0])
 
-    def _send(self, operation: str, args: tuple[Any, ...], deadline: Deadline) -> bytes:
+    def _done(self, group: _Group) -> None:
+        """One request less to wait for."""
+        group.left -= 1
+        if not group.left:
+            self._post(group.then)
+
+    def _send(self, call: Call, deadline: Deadline) -> bytes:
+        operation, args, _ = call
         self._uid += 1
         uid = msgspec.msgpack.encode(self._uid)
         frames = [uid, msgspec.msgpack.encode(self._numbers[operation])]
@@ -295,11 +317,11 @@ class Rpc:
         left = len(calls)
         try:
             while left:
-                for place, (operation, args) in itertools.islice(unsent, _IN_FLIGHT - len(places)):
-                    places[self._send(operation, args, deadline)] = place
+                for place, call in itertools.islice(unsent, _IN_FLIGHT - len(places)):
+                    places[self._send(call, deadline)] = place
                     if sent is not None:
                         sent()
-                uid, *answer = self._receive(calls[0][0], deadline)
+                uid, *answer = self._receive(calls[0].operation, deadline)
                 if uid in places:
                     frames[places.pop(uid)] = answer[1] if len(answer) > 1 else None
                     left -= 1

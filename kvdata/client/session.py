@@ -56,6 +56,7 @@ CLEANUP_SECONDS = 2.0
 _HANDSHAKE_SECONDS = 10.0
 _DELETES = (0, 5, 2)
 _FREES_PARTIAL_CHUNKS = (0, 5, 6)
+_FREES_ITS_OWN = (0, 5, 5)  # older ones release whatever is locked of the range, others' locks too
 
 
 @dataclass(eq=False)
@@ -121,7 +122,7 @@ class Session:
         self._registered = False
         self._stale = False
         self._owed: list[Call] = []
-        self._loading: list[Request] = []  # lookups that were given up while the server was loading for them
+        self._loading: list[Request] = []  # lookups that were given up before it was known what they lock
         self._claims: list[Claim] = []  # what may still be reserved for us on the server
         self._users, self._closing, self._counting = 0, False, threading.Lock()
         self._successor: Session | None = None
@@ -152,7 +153,7 @@ class Session:
                 self._check_pool(predecessor)
         except BaseException:
             if left is not None and self._registered and self._rpc is not None and self._rpc.lost():
-                left.append((self.info.incarnation, ("unregister", (self.instance_id,))))
+                left.append((self.info.incarnation, Call("unregister", (self.instance_id,))))
             self.close()
             raise
 
@@ -161,9 +162,15 @@ class Session:
         """Tokens in a chunk."""
         return self.info.chunk_size
 
+    @property
+    def frees_its_own(self) -> bool:
+        """Whether `free_lookup_locks` releases what that request has locked, and nothing else."""
+        return self.info.release >= _FREES_ITS_OWN
+
     def request(self, ids: Sequence[int], salt: str) -> Request:
         """A new request for the connection's model."""
-        return Request.create(self.connection.model_name, self.world_size, salt, self.chunk_size, ids)
+        until = time.monotonic() + self.info.read_ttl_seconds
+        return Request.create(self.connection.model_name, self.world_size, salt, self.chunk_size, ids, until)
 
     def hold(self) -> None:
         """Keep it open until `release`: un-registering would publish what another thread is writing."""
@@ -189,7 +196,7 @@ class Session:
 
     def call(self, operation: str, *args: Any, result: type[T], deadline: Deadline) -> T:
         """One operation on the wire; `ProtocolError` when its answer is null."""
-        return self.told(operation, self.call_many([(operation, args)], result, deadline)[0])
+        return self.told(operation, self.call_many([Call(operation, args)], result, deadline)[0])
 
     def _wire(self, operation: str) -> Rpc:
         if self._rpc is None:
@@ -227,14 +234,14 @@ class Session:
         if not calls:
             return []
         with self.waiting():
-            return self._wire(calls[0][0]).call_many(calls, result, deadline)
+            return self._wire(calls[0].operation).call_many(calls, result, deadline)
 
     def lookup(self, requests: Sequence[Request], deadline: Deadline) -> list[int]:
         """Leading chunks that the server holds of each; they stay read-locked until retrieved or released.
 
         After an error it is unknown which were locked.
         """
-        self.call_many([("lookup", (r.key(worker=None), 1)) for r in requests], type(None), deadline)
+        self.call_many([Call("lookup", (r.key(worker=None), 1)) for r in requests], type(None), deadline)
         hits: dict[str, int] = {}
         # Short polls: the server's own blocking wait would hold the only worker its engines share.
         for attempt in itertools.count():
@@ -244,7 +251,7 @@ class Session:
                     f"lookup: {self.connection.url} is still loading after {deadline.seconds:g} s; give it more with "
                     "timeout="
                 )
-            answers = self.call_many([("query_prefetch_status", (r.request_id,)) for r in waiting], int, deadline)
+            answers = self.call_many([Call("query_prefetch_status", (r.request_id,)) for r in waiting], int, deadline)
             for request, hit in zip(waiting, answers, strict=True):
                 if hit is not None:
                     if not 0 <= hit <= request.chunks:
@@ -259,11 +266,11 @@ class Session:
         if self.world_size > 1 and self.info.release < _FREES_PARTIAL_CHUNKS:
             # There the shares that are there of the first missing chunk are locked, too.
             short = [(r, hit) for r, hit in zip(requests, found, strict=True) if hit < r.chunks]
-            self.clean_up([("free_lookup_locks", (r.key(hit, hit + 1), 1)) for r, hit in short])
+            self.clean_up([r.free(hit, hit + 1) for r, hit in short])
         return found
 
     def give_up(self, request: Request) -> None:
-        """Give back what a lookup without an answer locks, once the server has loaded what it locks."""
+        """Give back what a lookup without an answer locks, once the server tells what that is."""
         self._loading.append(request)
 
     def finish_loading(self, deadline: Deadline) -> None:
@@ -282,7 +289,8 @@ class Session:
         if done is None:
             self._loading.append(request)
         else:
-            self.clean_up([("free_lookup_locks", (request.key(), 1)), ("end_session", (request.request_id,))])
+            locked = request.chunks if self.frees_its_own else done
+            self.clean_up([*([request.free(0, locked)] if locked else []), request.end()])
 
     def claim(self, request: Request, chunks: Sequence[int], worker: int, deadline: Deadline) -> Claim:
         """Reserve those of ``chunks`` that are missing: `prepare_store`. End it by `settled` or `abort`."""
@@ -408,7 +416,7 @@ class Session:
         owed += self._rpc.take_unfinished()
         if self._registered and not self._claims:
             self._registered = False
-            owed.append(("unregister", (self.instance_id,)))
+            owed.append(Call("unregister", (self.instance_id,)))
         return owed
 
     def close(self, successor: Session | None = None) -> None:
@@ -435,7 +443,7 @@ class Session:
         if rpc is not None:
             # Un-registering publishes a pending reservation as if it were written; left alone, it expires.
             if self._registered and not self._claims:
-                self._clean_up(rpc, [("unregister", (self.instance_id,))])
+                self._clean_up(rpc, [Call("unregister", (self.instance_id,))])
             if self._owed and not rpc.lost():
                 self._tried("clean-up", lambda rpc: rpc.post(self._owed), rpc)  # the last chance, without waiting
             rpc.close()
@@ -521,15 +529,15 @@ class Session:
             return
         # A server's workers may overtake each other: a release after its session's end begins the session anew.
         last = ("end_session", "unregister")
-        phases = [[call for call in calls if call[0] == name] for name in last]
-        phases.insert(0, [call for call in calls if call[0] not in last])
+        phases = [[call for call in calls if call.operation == name] for name in last]
+        phases.insert(0, [call for call in calls if call.operation not in last])
 
         def give_back(rpc: Rpc) -> None:
             rpc.post(*phases)
             if wait:
                 rpc.settle(Deadline(CLEANUP_SECONDS))
 
-        names = ", ".join(sorted({operation for operation, _ in calls}))
+        names = ", ".join(sorted({call.operation for call in calls}))
         if not self._tried(names, give_back, rpc):  # one lost reply must not keep the rest from being given back
             self._tried(names, self._reclaim, rpc)
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 import httpx
 import pytest
 
 from kvdata import KVCacheContext
-from kvdata.errors import KVCacheSDKError, ServerTimeout, StoreFailed
-from tests.faults.checks import PATIENCE, TIMEOUT, Corpus, in_time, wait_until
+from kvdata.errors import KVCacheSDKError, LeaseLost, ServerTimeout, StoreFailed
+from tests.faults.checks import CHUNK, PATIENCE, TIMEOUT, Corpus, in_time, wait_until
+from tests.faults.proxy import drop
 
 
 def beside(action: Callable[[], object]) -> Future:
@@ -67,6 +68,59 @@ def test_a_reader_that_is_held_up_longer_than_its_locks_live(impatient_place, co
         gate.open()
         corpus.check(tokens, reading.result(PATIENCE))
     corpus.works_again(ctx)
+
+
+def test_a_lease_whose_chunks_were_given_to_others(place, corpus):
+    """Nobody copied anything: all that can be said is that what was made of the views is worth nothing."""
+    ctx = place.connect(timeout=PATIENCE)
+    with place.observer() as other:
+
+        def use(tokens: list[int], then: Callable[[], None]) -> None:
+            with ctx.lease(tokens) as views:
+                assert views
+                clear(place, True)
+                then()
+
+        def fail() -> None:
+            raise RuntimeError("the block's own")
+
+        with pytest.raises(LeaseLost, match="lease again") as caught:
+            use(corpus.stored(other, 4), lambda: overwrite(corpus, other))
+        place.names(caught.value, "lease")
+        with pytest.raises(RuntimeError, match="the block's own"):
+            use(corpus.stored(other), fail)
+    corpus.works_again(ctx)
+
+
+def test_a_lease_that_outlives_its_locks_leaves_those_of_others_alone(impatient_place, corpus):
+    """A server counts locks without their owners: what is released too late is another's."""
+    ctx, server = impatient_place.connect(timeout=PATIENCE), impatient_place.server
+    with impatient_place.observer() as other, ExitStack() as late:
+        tokens = corpus.stored(other, 4)
+        lost = late.enter_context(pytest.raises(LeaseLost, match="longer than"))
+        late.enter_context(ctx.lease(tokens))
+        wait_until(lambda: not server.memory()["read_locked_count"], "the locks did not expire")
+        with other.lease(tokens):
+            late.close()
+            assert server.memory()["read_locked_count"] == 4
+    impatient_place.names(lost.value, "lease")
+    corpus.works_again(ctx)
+
+
+def test_a_lookup_without_an_answer_leaves_the_locks_of_others_alone(place, corpus):
+    """It found half of a prefix, and does not know; meanwhile another client has stored the rest, and reads it."""
+    ctx = place.connect()
+    tokens, kv = corpus.fresh(4)
+    with place.observer() as other:
+        assert other.store(kv[:, :, : 2 * CHUNK], tokens[: 2 * CHUNK]) is True
+        place.proxy.replies("lookup", drop)
+        with in_time(), pytest.raises(ServerTimeout):
+            ctx.lookup(tokens)
+        assert other.store(kv, tokens) is True
+        with other.lease(tokens):
+            corpus.works_again(ctx)  # on a new connection; what the old one held is given back over it
+            ctx.close()
+            assert place.server.memory()["read_locked_count"] == 4
 
 
 def test_a_writer_that_is_held_up_longer_than_its_reservation_lives(impatient_place, corpus):

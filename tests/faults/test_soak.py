@@ -152,7 +152,7 @@ def test_a_journal_that_does_not_add_up(tmp_path, twice):
 
 def test_an_error_of_another_kind_is_complained_of(tmp_path):
     """A client that raises what is no error of kvdata's, and one whose error says nothing."""
-    plan = load.Plan(Connection("tcp://127.0.0.1:1", "http://127.0.0.1:1", MODEL, 1.0, LAYOUT), 0, tmp_path, 1.0)
+    plan = load.Plan(Connection("tcp://127.0.0.1:1", "http://127.0.0.1:1", MODEL, 1.0, LAYOUT), 0, tmp_path)
     client = load.Client(plan, "a")
     worker = load.Worker(client, 0, [load.RUN, 0], 1)
     assert not worker._complaint(_error(worker.client.context), "lookup")

@@ -9,6 +9,7 @@ import pkgutil
 import re
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from kvdata.datasets.manifest import Manifest, Written
 from kvdata.datasets.prefixes import Prefixes
 from kvdata.datasets.refill import Refill
 from kvdata.engines.openai import openai_completion
-from kvdata.errors import KVCacheSDKError
+from kvdata.errors import KVCacheSDKError, LeaseLost
 from kvdata.lightning.cache_store import CacheStore
 from kvdata.lightning.cache_write import CacheWrite, WriteCounts
 from kvdata.models.cartridge import Cartridge
@@ -149,8 +150,17 @@ class Provocation:
         with self.small.connect() as ctx:
             ctx.store(cache(), tokens := prompt())
             session = ctx._current_session()
-            with ctx.lease(tokens):
+            with suppress(LeaseLost), ctx.lease(tokens):
                 yield lambda: (session.pool.path.unlink(), check_pool(session, "retrieve"))
+
+    def LeaseLost(self) -> Iterator[Callable[[], object]]:
+        self.ctx.store(cache(), tokens := prompt())
+
+        def use() -> None:
+            with self.ctx.lease(tokens):
+                self.lie("prepare_retrieve", lambda _: {"success": False, "data": b"", "context": {}})
+
+        yield use
 
     def UnsupportedServer(self) -> Iterator[Callable[[], object]]:
         self.lie("register", lambda _: 1 / 0)

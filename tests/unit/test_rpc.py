@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import msgspec
@@ -10,7 +11,7 @@ import pytest
 import zmq
 
 from kvdata.client.deadline import Deadline
-from kvdata.client.rpc import Rpc
+from kvdata.client.rpc import Call, Rpc
 from kvdata.errors import ConnectionLost, InvalidRequest, ProtocolError, ServerTimeout, ServerUnreachable
 
 Frames = list[bytes]
@@ -103,6 +104,21 @@ def test_an_answer_of_another_type_is_a_protocol_error(peer):
     rpc, _ = peer(lambda frames: [[*frames[:2], b"\xc1\xff"]])
     with pytest.raises(ProtocolError, match="do not decode"):
         rpc.call("noop", result=str, deadline=Deadline(30))
+
+
+def test_what_has_ended_by_itself_is_not_given_back_any_more(peer):
+    seen: list[object] = []
+
+    def script(frames: Frames) -> list[Frames]:
+        seen.append(msgspec.msgpack.decode(frames[2]))
+        return [frames[:2]]
+
+    rpc, _ = peer(script)
+    late, now = time.monotonic(), time.monotonic() + 60
+    rpc.post([Call("end_session", ("a",), late), Call("end_session", ("b",), now)], [Call("end_session", ("c",), late)])
+    rpc.post([Call("end_session", ("d",), late)], [Call("end_session", ("e",))])
+    rpc.settle(Deadline(30))
+    assert sorted(seen) == ["b", "e"]
 
 
 def test_a_peer_that_goes_away_ends_the_wait_at_once(peer):

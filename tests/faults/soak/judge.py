@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from tests.faults.checks import SLACK
 from tests.faults.soak.records import KILLED, LOST, Held, Operation, Struck
 
-GOOD = ("ok", "partial", "dedup", "miss", "expired")  # outcomes that are no error
+GOOD = ("ok", "partial", "dedup", "miss")  # outcomes that are no error
 _SHOWN = 3  # of each kind of violation
 
 

@@ -24,7 +24,7 @@ class Operation:
         client: whose.
         kind: which.
         start, end: when; the end is None where there was none.
-        outcome: ``ok``, ``partial``, ``dedup``, ``miss``, ``expired``, ``wrong``, the name of an error's type,
+        outcome: ``ok``, ``partial``, ``dedup``, ``miss``, ``wrong``, the name of an error's type,
             `KILLED` or `LOST`.
         said: an error's message.
         complaint: what is wrong with that error whatever went wrong: foreign, or lacking what it must say.

@@ -15,7 +15,7 @@ from tests.faults.soak.judge import Rules
 from tests.faults.soak.load import KINDS
 from tests.faults.soak.records import KILLED, Held, Operation, Struck
 
-_FIRST = ("ok", "partial", "dedup", "miss", "expired", "wrong")
+_FIRST = ("ok", "partial", "dedup", "miss", "wrong")
 _LAST = ("lost", KILLED)
 
 

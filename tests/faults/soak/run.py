@@ -100,7 +100,7 @@ class Soak:
         self.server.start()
         place = Place(self.server, Proxy(self.server.url, self.server.release), WebProxy(self.server.http_url))
         connection = Connection(place.proxy.url, place.web.url, MODEL, TIMEOUT, LAYOUT)
-        self._plan = Plan(connection, self._seed, self.folder, TTL[self._embedded])
+        self._plan = Plan(connection, self._seed, self.folder)
         pace = 0.3 if self.seconds < 60 else 1.0
         self._stage = Stage(place, self._random, pace, self._replace_client, TTL[self._embedded])
         self.began = time.monotonic()
