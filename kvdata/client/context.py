@@ -373,11 +373,11 @@ class KVCacheContext:
             self._finalizer = Finalize(self, session.end, exitpriority=10)
             left, run = list(self._left), session.info.incarnation
             self._left.clear()
-            session.clean_up([call for of, call in left if run is not None and of == run])
+            session.leftovers.give_back([call for of, call in left if run is not None and of == run])
             self._close_aside(session)
         elif time.monotonic() - self._used > self._session.info.grace_seconds / 2:
             self._session.refresh(deadline)
-        self._session.finish_loading(Deadline(0))
+        self._session.leftovers.finish(Deadline(0))
         self._used = time.monotonic()
         return self._session
 

@@ -125,11 +125,11 @@ class Leases:
         calls: list[Call] = []
         for lease in leases:
             if lease.chunks is None and not (session.info.memory_only and session.frees_its_own):
-                session.give_up(lease.request)  # what is not loaded yet, or not known, cannot be released yet
+                session.leftovers.give_up(lease.request)  # what is not loaded yet, or not known, cannot be released yet
             else:
                 calls += lease.give_back(session.world_size, session.instance_id)
         try:
-            session.clean_up(calls, self._wait)
+            session.leftovers.give_back(calls, self._wait)
         finally:
             session.release()
 

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import difflib
 import itertools
-import logging
 import os
 import secrets
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from kvdata.client.claims import Claims
 from kvdata.client.connection import Connection
 from kvdata.client.deadline import Deadline
 from kvdata.client.discovery import (
@@ -31,11 +29,11 @@ from kvdata.client.discovery import (
     registered_world_size,
 )
 from kvdata.client.http import Http
+from kvdata.client.leftovers import CLEANUP_SECONDS, Leftovers
 from kvdata.client.request import Request
 from kvdata.client.rpc import Call, Rpc
 from kvdata.errors import (
     ConnectionLost,
-    KVCacheSDKError,
     ModelNotRegistered,
     PoolNotMappable,
     ProtocolError,
@@ -45,55 +43,15 @@ from kvdata.errors import (
 )
 from kvdata.layout import KVLayout, dtype_name
 from kvdata.wire.keys import chunk_hashes, kv_rank
-from kvdata.wire.messages import PreparedStore, Registered, Registration, decode
+from kvdata.wire.messages import Registered, Registration
 from kvdata.wire.shm import MappedPool
 
 T = TypeVar("T")
-log = logging.getLogger("kvdata")
 
-# Releasing what a failed call still holds may take this long beyond the call's own deadline.
-CLEANUP_SECONDS = 2.0
 _HANDSHAKE_SECONDS = 10.0
 _DELETES = (0, 5, 2)
 _FREES_PARTIAL_CHUNKS = (0, 5, 6)
 _FREES_ITS_OWN = (0, 5, 5)  # older ones release whatever is locked of the range, others' locks too
-
-
-@dataclass(eq=False)
-class Claim:
-    """Chunks of one worker that a store wants to write, and what the server has reserved for it.
-
-    Attributes:
-        reply: what it told; None while that is not known.
-        since: when it was asked, `time.monotonic`.
-        sent: it was asked: else nothing can be reserved.
-        expired: it came to its end, and what is reserved now may be another's.
-    """
-
-    request: Request
-    chunks: Sequence[int]
-    worker: int
-    reply: PreparedStore | None = None
-    since: float = field(default_factory=time.monotonic)
-    sent: bool = False
-    expired: bool = False
-
-    def has_left(self) -> None:
-        """The question is on its way."""
-        self.sent = True
-
-    def answered_late(self, frame: bytes | None) -> None:
-        """Take the reply that came after its call had given up."""
-        with suppress(ProtocolError):
-            self.reply = None if frame is None else decode(frame, PreparedStore)
-
-    @property
-    def reserved(self) -> list[int]:
-        """Numbers of the chunks that the server has told to be reserved; none that were not asked for."""
-        if self.reply is None:
-            return []
-        told = (self.chunks[0] + index for index in self.reply.context.chunk_indices)
-        return [number for number in told if number in self.chunks]
 
 
 class Session:
@@ -103,8 +61,8 @@ class Session:
         connection: where and what.
         known_layout: geometry learnt in an earlier session, used when nothing on the server says it any more.
         predecessor: the session before this one, with the same server or another.
-        left: takes what a handshake that broke off may have left on the server, with the server's run: for `clean_up`
-            of the next session.
+        left: takes what a handshake that broke off may have left on the server, with the server's run: for the
+            next session to give back.
         deadline: of the handshake; by default the connection's time-out.
     """
 
@@ -120,10 +78,8 @@ class Session:
         self.pid = os.getpid()
         self.pool: MappedPool | None = None
         self._registered = False
-        self._stale = False
-        self._owed: list[Call] = []
-        self._loading: list[Request] = []  # lookups that were given up before it was known what they lock
-        self._claims: list[Claim] = []  # what may still be reserved for us on the server
+        self._stale = threading.Event()
+        self.claims = Claims(self)
         self._users, self._closing, self._counting = 0, False, threading.Lock()
         self._successor: Session | None = None
         deadline = deadline or Deadline(connection.timeout)
@@ -142,6 +98,7 @@ class Session:
             self.name = f"kvdata/{uuid.uuid4().hex}" if served else connection.model_name
             self.instance_id = secrets.randbits(62)
             self._rpc = Rpc(connection.url, self.info.release)
+            self.leftovers = Leftovers(self._rpc, self._stale, self.frees_its_own)
             if self.chunk_size % (self.layout.block_size or 1):
                 raise UnsupportedLayout(
                     f"{connection.http_url} has chunks of {self.chunk_size} tokens, which are not whole blocks of "
@@ -198,7 +155,7 @@ class Session:
         """One operation on the wire; `ProtocolError` when its answer is null."""
         return self.told(operation, self.call_many([Call(operation, args)], result, deadline)[0])
 
-    def _wire(self, operation: str) -> Rpc:
+    def wire(self, operation: str) -> Rpc:
         if self._rpc is None:
             raise ConnectionLost(f"{operation}: the connection to {self.connection.url} was closed; call again")
         return self._rpc
@@ -211,13 +168,13 @@ class Session:
 
     def usable(self) -> bool:
         """False when the process forked, the server went away, or another pool took the name."""
-        if self._stale or self.pid != os.getpid() or self._rpc is None or self._rpc.lost():
+        if self._stale.is_set() or self.pid != os.getpid() or self._rpc is None or self._rpc.lost():
             return False
         return self.pool is None or self.pool.is_current()
 
     def mark_stale(self) -> None:
         """Make the next operation shake hands anew."""
-        self._stale = True
+        self._stale.set()
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -234,7 +191,7 @@ class Session:
         if not calls:
             return []
         with self.waiting():
-            return self._wire(calls[0].operation).call_many(calls, result, deadline)
+            return self.wire(calls[0].operation).call_many(calls, result, deadline)
 
     def lookup(self, requests: Sequence[Request], deadline: Deadline) -> list[int]:
         """Leading chunks that the server holds of each; they stay read-locked until retrieved or released.
@@ -266,94 +223,8 @@ class Session:
         if self.world_size > 1 and self.info.release < _FREES_PARTIAL_CHUNKS:
             # There the shares that are there of the first missing chunk are locked, too.
             short = [(r, hit) for r, hit in zip(requests, found, strict=True) if hit < r.chunks]
-            self.clean_up([r.free(hit, hit + 1) for r, hit in short])
+            self.leftovers.give_back([r.free(hit, hit + 1) for r, hit in short])
         return found
-
-    def give_up(self, request: Request) -> None:
-        """Give back what a lookup without an answer locks, once the server tells what that is."""
-        self._loading.append(request)
-
-    def finish_loading(self, deadline: Deadline) -> None:
-        """See what has become of the lookups that were given up, until the deadline. Never raises."""
-        while self._loading:
-            loading, self._loading = self._loading, []
-            for request in loading:
-                if not self._tried("lookup", partial(self._finish, request), self._wire("lookup")):
-                    self._loading.append(request)
-            if not self._loading or not deadline.remaining() or not self.usable():
-                return
-            time.sleep(0.02)
-
-    def _finish(self, request: Request, rpc: Rpc) -> None:
-        done = rpc.call("query_prefetch_status", request.request_id, result=int, deadline=Deadline(CLEANUP_SECONDS))
-        if done is None:
-            self._loading.append(request)
-        else:
-            locked = request.chunks if self.frees_its_own else done
-            self.clean_up([*([request.free(0, locked)] if locked else []), request.end()])
-
-    def claim(self, request: Request, chunks: Sequence[int], worker: int, deadline: Deadline) -> Claim:
-        """Reserve those of ``chunks`` that are missing: `prepare_store`. End it by `settled` or `abort`."""
-        claim = Claim(request, chunks, worker)
-        self._claims.append(claim)
-        key = request.key(chunks[0], worker=worker)
-        try:
-            with self.waiting():
-                reply = self._wire("prepare_store").call(
-                    "prepare_store",
-                    key,
-                    self.instance_id,
-                    result=PreparedStore,
-                    deadline=deadline,
-                    late=claim.answered_late,
-                    sent=claim.has_left,
-                )
-            claim.reply = self.told("prepare_store", reply)
-        except BaseException as exc:
-            # What was never sent has reserved nothing: the chunks, if they are there, are others'.
-            if claim.sent or not isinstance(exc, Exception):
-                self.abort(claim)
-            else:
-                self.settled(claim)
-            raise
-        return claim
-
-    def settled(self, claim: Claim) -> None:
-        """Nothing of it is reserved any more."""
-        self._claims.remove(claim)
-
-    def abort(self, claim: Claim) -> None:
-        """Discard what a failed store has reserved before anything could publish it. Never raises.
-
-        Where that fails, `end` tries once more, and does not un-register if it fails again: that would publish it.
-        So it is while nobody knows what is reserved: chunks that may be others' are never deleted.
-        """
-        if claim.expired:
-            return  # nor would un-registering do another's any good
-        try:
-            if claim.reply is None:
-                self._await_claim(claim)
-            if claim.reply is None:
-                raise ProtocolError("what it has reserved is not known")
-            if claim.reserved:
-                self.delete(claim.request, claim.reserved, force=True, worker=claim.worker)
-            self.settled(claim)
-        except KVCacheSDKError as exc:
-            self.mark_stale()
-            log.warning("a failed store could not be aborted (%s); the server drops it after its write TTL", exc)
-
-    def _await_claim(self, claim: Claim) -> None:
-        """Wait until the server has come to a `prepare_store` whose reply is outstanding.
-
-        It serves one connection's transfers in their order, so that whatever it answers next comes later. A deletion
-        that overtakes a reservation would leave it there.
-        """
-        wire = self._wire("prepare_store")
-        if not wire.lost():
-            key = claim.request.key(claim.chunks[0], worker=claim.worker)
-            deadline = Deadline(CLEANUP_SECONDS)
-            wire.call("commit_retrieve", key, self.instance_id, result=bool, deadline=deadline)
-            wire.call("end_session", claim.request.request_id, result=object, deadline=deadline)  # this began it anew
 
     def delete(
         self, request: Request, chunks: Sequence[int], force: bool = False, worker: int | None = None
@@ -362,7 +233,7 @@ class Session:
         if self.info.release < _DELETES:
             release = ".".join(map(str, self.info.release))
             raise UnsupportedServer(f"LMCache {release} cannot delete chunks by key; it came with 0.5.2")
-        self.settle_posted()  # our own read locks must not be in the way
+        self.leftovers.settle()  # our own read locks must not be in the way
         hashes = chunk_hashes(request.ids, self.chunk_size)
         keys = [
             {
@@ -403,22 +274,6 @@ class Session:
         """Tell the server that this instance lives. Re-registering is the ping that publishes nothing."""
         self._register(deadline)
 
-    def _take_owed(self, successor: ServerInfo) -> list[Call]:
-        """What could not be given back over this connection.
-
-        Nothing where another server has taken the place of this one: it knows nothing of it.
-        """
-        owed, self._owed = self._owed, []
-        if self._rpc is None or not self._rpc.lost():
-            return owed
-        if self.info.incarnation is None or self.info.incarnation != successor.incarnation:
-            return []
-        owed += self._rpc.take_unfinished()
-        if self._registered and not self._claims:
-            self._registered = False
-            owed.append(Call("unregister", (self.instance_id,)))
-        return owed
-
     def close(self, successor: Session | None = None) -> None:
         """`end`, as soon as nobody uses it; the successor gives back what it still holds on the server then."""
         self._successor = successor
@@ -430,32 +285,40 @@ class Session:
 
     def end(self) -> None:
         """Un-register and close everything; safe to call twice, and in a forked child."""
-        self.settle_posted()
-        if self.pid == os.getpid() and self._rpc is not None:
-            self._end_loading(self._successor)
-            if self._successor is not None:  # before this instance is un-registered: it is in its name
-                self._successor.clean_up(self._take_owed(self._successor.info))
-            for claim in [*self._claims]:
-                self.abort(claim)
-        rpc, self._rpc = self._rpc, None
         if self.pid != os.getpid():
             return  # sockets and registration belong to the parent
+        if self._rpc is not None:
+            self.leftovers.settle()
+            self._hand_over(self._rpc, self._successor)
+            self.claims.abort_all()
+        rpc, self._rpc = self._rpc, None
         if rpc is not None:
             # Un-registering publishes a pending reservation as if it were written; left alone, it expires.
-            if self._registered and not self._claims:
-                self._clean_up(rpc, [Call("unregister", (self.instance_id,))])
-            if self._owed and not rpc.lost():
-                self._tried("clean-up", lambda rpc: rpc.post(self._owed), rpc)  # the last chance, without waiting
+            if self._registered and not self.claims:
+                self.leftovers.give_back([Call("unregister", (self.instance_id,))])
+            self.leftovers.last_chance()
             rpc.close()
         self.http.close()
         if self.pool is not None:
             self.pool.close()
 
-    def _end_loading(self, successor: Session | None) -> None:
-        if successor is not None and successor.info.incarnation == self.info.incarnation:
-            successor._loading += self._loading
+    def _hand_over(self, rpc: Rpc, successor: Session | None) -> None:
+        """What cannot be given back over this connection, before this instance is un-registered: it is in its name."""
+        same_run = successor is not None and successor.info.incarnation == self.info.incarnation
+        if successor is not None and same_run:
+            self.leftovers.unanswered_to(successor.leftovers)
         elif self.usable():
-            self.finish_loading(Deadline(CLEANUP_SECONDS))
+            self.leftovers.finish(Deadline(CLEANUP_SECONDS))
+        if successor is None:
+            return
+        owed = self.leftovers.taken()
+        if rpc.lost():
+            if not same_run or self.info.incarnation is None:
+                return  # another server has taken the place of this one: it knows nothing of it
+            if self._registered and not self.claims:
+                self._registered = False
+                owed.append(Call("unregister", (self.instance_id,)))
+        successor.leftovers.give_back(owed)
 
     def _check_peer(self, deadline: Deadline) -> None:
         chunk_size = self.call("get_chunk_size", result=int, deadline=deadline.shorter(_HANDSHAKE_SECONDS))
@@ -509,51 +372,6 @@ class Session:
                     "Run on the same host as the same user (containers: --ipc=host), or start the server without "
                     "--shm-name"
                 ) from exc
-
-    def clean_up(self, calls: Sequence[Call], wait: bool = True) -> None:
-        """Operations that give something back to the server. Never raises; waits briefly or not at all."""
-        if calls and self._rpc is not None and self.pid == os.getpid():
-            self._clean_up(self._rpc, calls, wait)
-
-    def settle_posted(self) -> None:
-        """Wait until the server has done what `clean_up` did not wait for. Never raises."""
-        if self._rpc is not None and self.pid == os.getpid():
-            rpc = self._rpc
-            if not self._tried("clean-up", lambda rpc: rpc.settle(Deadline(CLEANUP_SECONDS)), rpc):
-                self._tried("clean-up", self._reclaim, rpc)
-
-    def _clean_up(self, rpc: Rpc, calls: Sequence[Call], wait: bool = True) -> None:
-        if self._stale or rpc.lost():
-            # Not now: a server that is only slow has not even done yet what is to be undone.
-            self._owed += calls
-            return
-        # A server's workers may overtake each other: a release after its session's end begins the session anew.
-        last = ("end_session", "unregister")
-        phases = [[call for call in calls if call.operation == name] for name in last]
-        phases.insert(0, [call for call in calls if call.operation not in last])
-
-        def give_back(rpc: Rpc) -> None:
-            rpc.post(*phases)
-            if wait:
-                rpc.settle(Deadline(CLEANUP_SECONDS))
-
-        names = ", ".join(sorted({call.operation for call in calls}))
-        if not self._tried(names, give_back, rpc):  # one lost reply must not keep the rest from being given back
-            self._tried(names, self._reclaim, rpc)
-
-    def _reclaim(self, rpc: Rpc) -> None:
-        self._owed += rpc.take_unfinished()
-
-    def _tried(self, names: str, action: Callable[[Rpc], object], rpc: Rpc) -> bool:
-        if rpc.lost():
-            return True
-        try:
-            action(rpc)
-        except KVCacheSDKError as exc:
-            self.mark_stale()
-            log.warning("%s failed during clean-up (%s); the server drops the leftovers by itself", names, exc)
-            return False
-        return True
 
 
 def _resolve(info: ServerInfo, connection: Connection, known: KVLayout | None) -> tuple[KVLayout, bool]:

@@ -10,10 +10,11 @@ from itertools import pairwise
 
 import torch
 
+from kvdata.client.claims import Claim
 from kvdata.client.copying import copy_all
 from kvdata.client.deadline import Deadline
 from kvdata.client.request import Request
-from kvdata.client.session import Claim, Session
+from kvdata.client.session import Session
 from kvdata.errors import ConnectionLost, KVCacheSDKError, ProtocolError, StoreFailed
 from kvdata.layout import dtype_name
 from kvdata.wire import tensors
@@ -80,18 +81,18 @@ def _chunk(session: Session, kv: torch.Tensor, index: int) -> torch.Tensor:
 def _write_slots(
     session: Session, request: Request, kv: torch.Tensor, start: int, worker: int, deadline: Deadline
 ) -> int:
-    claim = session.claim(request, range(start, request.chunks), worker, deadline)
+    claim = session.claims.make(request, range(start, request.chunks), worker, deadline)
     if claim.reply is None or not claim.reply.context.slots:
-        session.settled(claim)
+        session.claims.settled(claim)
         return 0  # never commit after an empty answer: it could publish another writer's buffer
     try:
         _fill(session, claim, claim.reply, kv)
         key = request.key(start, worker=worker)
         done = session.call("commit_store", key, session.instance_id, b"", result=bool, deadline=deadline)
     except BaseException:
-        session.abort(claim)
+        session.claims.abort(claim)
         raise
-    session.settled(claim)
+    session.claims.settled(claim)
     if not done:
         raise StoreFailed(
             f"commit_store: the server at {session.connection.url} refused {len(claim.reserved)} chunks of "

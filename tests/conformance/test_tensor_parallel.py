@@ -55,7 +55,7 @@ def test_what_the_workers_of_an_engine_wrote_is_read_as_one(ctx, server):
         assert ctx.lookup(tokens) == 0  # not before the last worker has stored
         request = session.request(tokens, "")
         write(session, request, part, 0, rank, Deadline(10))
-        session.clean_up([request.end()])
+        session.leftovers.give_back([request.end()])
     assert ctx.lookup(tokens) == 128
     assert torch.equal(ctx.retrieve(tokens), kv)
     for session in workers:

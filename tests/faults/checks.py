@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from kvdata import Connection, KVCacheContext, KVLayout
-from kvdata.client.session import CLEANUP_SECONDS
+from kvdata.client.leftovers import CLEANUP_SECONDS
 from kvdata.errors import KVCacheSDKError
 from tests.conformance.conftest import check_clean, fresh_tokens, random_kv
 from tests.faults.proxy import PATIENCE, Proxy
