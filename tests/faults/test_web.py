@@ -16,6 +16,7 @@ from tests.faults.web import endless, raw, said
 ANSWERS = {
     "html": said(b"<html><body>It works!</body></html>", kind="text/html"),
     "500": said(b"Internal Server Error", 500, "text/plain"),
+    "500 in JSON": said(b'"0.5.6"', 500),
     "302": raw(b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:1/\r\nContent-Length: 0\r\n\r\n"),
     "nothing": raw(b""),
     "empty body": said(b""),
@@ -59,6 +60,7 @@ def test_a_handshake_with_something_else(place, answer):
         place.connection(TIMEOUT).connect()
     place.names(caught.value, "connect")
     assert ("more than 16 MiB" in str(caught.value)) == (answer in ("megabytes", "flood"))
+    assert ("answered 500" in str(caught.value)) == answer.startswith("500")
 
 
 @pytest.mark.long
