@@ -15,7 +15,7 @@ import torch
 from kvdata import Connection, KVCacheDataset, KVLayout
 from tests.servers import Server
 
-LAYOUT = KVLayout(num_layers=4, num_kv_heads=4, head_dim=64)  # 512 KiB a chunk of 64 tokens: 40 fill a pool of 20 MiB
+LAYOUT = KVLayout(num_layers=8, num_kv_heads=4, head_dim=64)  # 512 KiB a chunk of 64 tokens: 40 fill a pool of 20 MiB
 
 Due: TypeAlias = Callable[[float], bool]  # seconds that the server has been up for
 

@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from kvdata.datasets import KVBatchSampler
 from kvdata.lightning import KVCacheDataModule
 from tests.faults.conftest import fault_servers
-from tests.faults.outages import Counted, Interrupted, Outages, Reads, every, refilling
+from tests.faults.outages import LAYOUT, Counted, Interrupted, Outages, Reads, every, refilling
 from tests.servers import Server, release_of
 
 # 48 chunks, of which a server's pool holds 40 and keeps 32.
@@ -39,7 +39,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture(scope="module")
 def mortal(request: pytest.FixtureRequest) -> Iterator[Server]:
     """A server that is killed, and started again."""
-    running = Server(request.param, "shm", pool_mb=20).start()
+    pool_mb = 20
+    assert sum(map(len, PROMPTS)) * LAYOUT.token_bytes > pool_mb << 20, "nothing would be evicted"
+    running = Server(request.param, "shm", pool_mb=pool_mb).start()
     yield running
     running.stop()
 
