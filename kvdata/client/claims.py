@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kvdata.client.admin import delete
 from kvdata.client.deadline import Deadline
 from kvdata.client.leftovers import CLEANUP_SECONDS
 from kvdata.client.request import Request
@@ -116,7 +117,7 @@ class Claims:
             if claim.reply is None:
                 raise ProtocolError("what it has reserved is not known")
             if claim.reserved:
-                self._session.delete(claim.request, claim.reserved, force=True, worker=claim.worker)
+                delete(self._session, claim.request, claim.reserved, force=True, worker=claim.worker)
             self.settled(claim)
         except KVCacheSDKError as exc:
             self._session.mark_stale()

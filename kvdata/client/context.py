@@ -17,6 +17,7 @@ from typing import TypeVar
 
 import torch
 
+from kvdata.client import admin
 from kvdata.client.connection import Connection
 from kvdata.client.deadline import Deadline
 from kvdata.client.naming import named
@@ -313,7 +314,7 @@ class KVCacheContext:
 
         def attempt(session: Session, _deadline: Deadline) -> tuple[int, int]:
             request = session.request(ids, cache_salt)  # only names the chunks; nothing is opened by it
-            return session.delete(request, range(request.chunks)) if request.chunks else (0, 0)
+            return admin.delete(session, request, range(request.chunks)) if request.chunks else (0, 0)
 
         deleted, locked = self._attempt("delete", attempt)
         patience = Deadline(_RELEASE_SECONDS)
@@ -473,7 +474,7 @@ class KVCacheContext:
 def _check_registered(session: Session, leases: Leases, deadline: Deadline) -> None:
     """`Vanished` where misses are none: the server forgot the model, though the objects may all be there."""
     missed = any(not lease.hit and lease.request.chunks for lease in leases.each)
-    if missed and not session.is_registered(deadline):  # restarted, or the engine was reaped
+    if missed and not admin.is_registered(session, deadline):  # restarted, or the engine was reaped
         session.mark_stale()
         raise Vanished(f"the server at {session.connection.url} forgot {session.connection.model_name!r}")
 

@@ -6,7 +6,6 @@ The wire document's traps are dealt with here: see the comments.
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import os
 import secrets
@@ -20,21 +19,14 @@ from typing import Any, TypeVar
 from kvdata.client.claims import Claims
 from kvdata.client.connection import Connection
 from kvdata.client.deadline import Deadline
-from kvdata.client.discovery import (
-    ServerInfo,
-    discover,
-    engine_models,
-    published_layout,
-    registered_clients,
-    registered_world_size,
-)
+from kvdata.client.discovery import discover, registered_world_size
 from kvdata.client.http import Http
 from kvdata.client.leftovers import CLEANUP_SECONDS, Leftovers
 from kvdata.client.request import Request
+from kvdata.client.resolve import resolve
 from kvdata.client.rpc import Call, Rpc
 from kvdata.errors import (
     ConnectionLost,
-    ModelNotRegistered,
     PoolNotMappable,
     ProtocolError,
     ServerTimeout,
@@ -42,14 +34,12 @@ from kvdata.errors import (
     UnsupportedServer,
 )
 from kvdata.layout import KVLayout, dtype_name
-from kvdata.wire.keys import chunk_hashes, kv_rank
 from kvdata.wire.messages import Registered, Registration
 from kvdata.wire.shm import MappedPool
 
 T = TypeVar("T")
 
 _HANDSHAKE_SECONDS = 10.0
-_DELETES = (0, 5, 2)
 _FREES_PARTIAL_CHUNKS = (0, 5, 6)
 _FREES_ITS_OWN = (0, 5, 5)  # older ones release whatever is locked of the range, others' locks too
 
@@ -87,7 +77,7 @@ class Session:
         self._rpc: Rpc | None = None
         try:
             self.info = discover(self.http, deadline)
-            self.layout, served = _resolve(self.info, connection, known_layout)
+            self.layout, served = resolve(self.info, connection, known_layout)
             if served:
                 self.world_size = registered_world_size(self.info.engines[connection.model_name])
             else:
@@ -226,50 +216,6 @@ class Session:
             self.leftovers.give_back([r.free(hit, hit + 1) for r, hit in short])
         return found
 
-    def delete(
-        self, request: Request, chunks: Sequence[int], force: bool = False, worker: int | None = None
-    ) -> tuple[int, int]:
-        """Delete chunks (of one worker or all) from the server's memory; returns ``(deleted, locked)`` objects."""
-        if self.info.release < _DELETES:
-            release = ".".join(map(str, self.info.release))
-            raise UnsupportedServer(f"LMCache {release} cannot delete chunks by key; it came with 0.5.2")
-        self.leftovers.settle()  # our own read locks must not be in the way
-        hashes = chunk_hashes(request.ids, self.chunk_size)
-        keys = [
-            {
-                "chunk_hash_hex": hashes[i].hex(),
-                "model_name": request.model_name,
-                "kv_rank": kv_rank(self.world_size, worker),
-                "object_group_id": 0,
-                "cache_salt": request.salt,
-            }
-            for worker in (range(self.world_size) if worker is None else (worker,))
-            for i in chunks
-        ]
-        body = {"tier": "l1", "force": force, "keys": keys}
-        answer = self.http.json("DELETE", "/cache/objects", json=body, deadline=Deadline(CLEANUP_SECONDS))
-        try:
-            return int(answer["deleted"]), int(answer["skipped"])
-        except (KeyError, TypeError, ValueError) as exc:
-            raise ProtocolError(
-                f"delete: {self.http.url}/cache/objects answered without a count: {exc!r}; is this an LMCache server?"
-            ) from exc
-
-    def is_registered(self, deadline: Deadline) -> bool:
-        """Whether lookups of the model can hit at all: an engine or this session has it registered."""
-        status = self.http.json("GET", "/status", deadline=deadline)
-        mine = registered_clients(status).get(self.instance_id) == self.name
-        return mine and (self.name == self.connection.model_name or self.connection.model_name in engine_models(status))
-
-    def memory(self, deadline: Deadline) -> tuple[int, int]:
-        """``(used, total)`` bytes of the server's pool."""
-        status = self.http.json("GET", "/status", deadline=deadline)
-        try:
-            manager = status["storage_manager"]["l1_manager"]
-            return int(manager["memory_used_bytes"]), int(manager["memory_total_bytes"])
-        except (KeyError, TypeError, ValueError) as exc:
-            raise ProtocolError(f"the server's /status lacks {exc}") from exc
-
     def refresh(self, deadline: Deadline) -> None:
         """Tell the server that this instance lives. Re-registering is the ping that publishes nothing."""
         self._register(deadline)
@@ -372,30 +318,3 @@ class Session:
                     "Run on the same host as the same user (containers: --ipc=host), or start the server without "
                     "--shm-name"
                 ) from exc
-
-
-def _resolve(info: ServerInfo, connection: Connection, known: KVLayout | None) -> tuple[KVLayout, bool]:
-    """The model's layout, and whether a serving engine has it registered."""
-    name = connection.model_name
-    if name in info.engines:
-        return published_layout(info.engines[name], connection), True
-    layout = connection.layout or info.layouts.get(name) or known
-    if layout is not None:
-        return layout, False
-    names = info.model_names()
-    if name in names:
-        raise ModelNotRegistered(
-            f"{name!r} was registered by a client that publishes no geometry; pass layout=KVLayout(...)"
-        )
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    engines = sorted(info.engines)
-    if close:
-        hint = f"; did you mean {close[0]!r}?"
-    elif len(engines) == 1:  # an engine registers the model's folder or id, whatever name it serves it under
-        hint = f". The only engine's is {engines[0]!r}; vLLM's --served-model-name is not known here."
-    else:
-        hint = "."
-    raise ModelNotRegistered(
-        f"{name!r} is not registered at {connection.http_url} (registered: {', '.join(names) or 'none'}){hint} "
-        "Use the name the engine was started with, or pass layout=KVLayout(...) when no engine runs"
-    )

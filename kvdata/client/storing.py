@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kvdata.client.admin import memory
 from kvdata.client.deadline import Deadline
 from kvdata.client.reading import Leases, readable_chunks
 from kvdata.client.session import Session
@@ -70,7 +71,7 @@ def _nothing_reserved(session: Session, chunks: int, deadline: Deadline) -> KVCa
     """Why a server reserved nothing: its empty answer does not say, its memory figures do."""
     need = chunks * session.chunk_size * session.layout.token_bytes
     try:
-        used, total = session.memory(deadline)
+        used, total = memory(session, deadline)
     except ProtocolError as exc:
         return StoreFailed(f"the server reserved nothing for {chunks} chunks, and does not say why: {exc}")
     if used + need > total:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kvdata import Connection, KVCacheContext, KVLayout
+from kvdata.client.admin import delete
 from kvdata.client.deadline import Deadline
 from kvdata.client.session import Session
 from kvdata.client.transfer import write
@@ -68,7 +69,7 @@ def test_a_hit_ends_where_one_worker_has_nothing(ctx, server):
     if delete_is_refused(server, ctx, tokens):  # then no gap can be made
         return
     session = Session(ctx.connection)
-    session.delete(session.request(tokens, ""), [1], worker=1)
+    delete(session, session.request(tokens, ""), [1], worker=1)
     session.close()
     assert ctx.lookup(tokens) == 64
     assert torch.equal(ctx.retrieve(tokens), kv[:, :, :64])
