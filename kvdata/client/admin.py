@@ -56,6 +56,11 @@ def is_registered(session: Session, deadline: Deadline) -> bool:
     return mine and (session.name == wanted or wanted in engine_models(status))
 
 
+def is_served(session: Session, deadline: Deadline) -> bool:
+    """Whether an engine has the model registered now."""
+    return session.connection.model_name in engine_models(session.http.json("GET", "/status", deadline=deadline))
+
+
 def memory(session: Session, deadline: Deadline) -> tuple[int, int]:
     """``(used, total)`` bytes of the server's pool."""
     status = session.http.json("GET", "/status", deadline=deadline)

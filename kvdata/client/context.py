@@ -363,7 +363,7 @@ class KVCacheContext:
         """The session, after a handshake if there is none that is good. The caller holds the lock."""
         if self._closed:
             raise InvalidRequest("this context is closed; connect again")
-        if self._session is not None and not self._session.usable():
+        if self._session is not None and not self._awake(self._session, deadline):
             self._set_aside()
         if self._session is None:
             self._session = session = Session(self.connection, self._layout, self._before, deadline, self._left)
@@ -376,11 +376,17 @@ class KVCacheContext:
             self._left.clear()
             session.leftovers.give_back([call for of, call in left if run is not None and of == run])
             self._close_aside(session)
-        elif time.monotonic() - self._used > self._session.info.grace_seconds / 2:
-            self._session.refresh(deadline)
         self._session.leftovers.finish(Deadline(0))
         self._used = time.monotonic()
         return self._session
+
+    def _awake(self, session: Session, deadline: Deadline) -> bool:
+        """Whether it can be used, after a sign of life where the server might forget it soon."""
+        usable = session.usable()
+        if usable and time.monotonic() - self._used > session.info.grace_seconds / 2:
+            session.refresh(deadline)
+            usable = session.usable()
+        return usable
 
     def _set_aside(self) -> None:
         """Put the session away. What a server has not read yet of a connection is lost when that is closed."""

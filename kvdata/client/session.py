@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from kvdata.client.admin import is_served
 from kvdata.client.claims import Claims
 from kvdata.client.connection import Connection
 from kvdata.client.deadline import Deadline
@@ -217,8 +218,14 @@ class Session:
         return found
 
     def refresh(self, deadline: Deadline) -> None:
-        """Tell the server that this instance lives. Re-registering is the ping that publishes nothing."""
-        self._register(deadline)
+        """Tell the server that this instance lives. Re-registering is the ping that publishes nothing.
+
+        Where an engine has come since under the same name, its layout must stay as it is: the session is stale then.
+        """
+        if self.name == self.connection.model_name and is_served(self, deadline):
+            self.mark_stale()
+        else:
+            self._register(deadline)
 
     def close(self, successor: Session | None = None) -> None:
         """`end`, as soon as nobody uses it; the successor gives back what it still holds on the server then."""

@@ -111,6 +111,21 @@ def test_fill_stop_the_engine_train(embedded, engine):
         connect(embedded)
 
 
+def test_an_engine_that_comes_back_keeps_its_own_layout(embedded, engine, monkeypatch):
+    """A server has one layout for a name, the last that was registered: a client that was idle must not renew its."""
+    tokens, kv = fresh_tokens(64), random_kv(64)
+    with connect(embedded) as ctx:
+        ctx.store(kv, tokens)
+        engine.stop()
+        assert torch.equal(ctx.retrieve(tokens), kv)
+        assert clients(embedded) == ["served/model"]
+        back = Engine(embedded, "served/model", monkeypatch)
+        ctx._used -= 3600  # as if it had been idle for an hour
+        assert torch.equal(ctx.retrieve(tokens), kv)
+        assert [name.split("/")[0] for name in clients(embedded)] == ["kvdata"]
+    back.stop()
+
+
 def test_a_layout_that_contradicts_the_engines_is_refused(embedded, engine):
     with pytest.raises(GeometryMismatch, match="but the engine registered"):
         connect(embedded, layout=KVLayout(3, 4, 4))
