@@ -1,12 +1,14 @@
 """Real text without a download: the documentation that ships inside Python's own standard library.
 
-``python -m training.text runs/windows.jsonl`` writes the prefix file that the recipes are trained and judged on.
+``python -m training.text runs/windows.jsonl`` writes the prefix file that the recipes are trained and judged on, and
+with ``--needles runs/needles.jsonl`` one of windows with hidden facts that the token scorer is trained on besides.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import sys
 import sysconfig
 from itertools import chain
 from pathlib import Path
@@ -18,6 +20,9 @@ from kvdata.cli.options import model_folder
 from kvdata.datasets import Prefixes
 from kvdata.datasets import split_by_document as splits_by_document
 from kvdata.datasets.prefixes import Tokenizer
+from training.needles import needle_windows
+
+_LIBRARY = Path(sysconfig.get_paths()["stdlib"])
 
 
 def library_windows(tokenizer: Tokenizer, context_tokens: int, continuation_tokens: int) -> Prefixes:
@@ -31,14 +36,22 @@ def library_windows(tokenizer: Tokenizer, context_tokens: int, continuation_toke
     return Prefixes.from_text((texts[n] for n in names), tokenizer, context_tokens, continuation_tokens, labels)
 
 
+def package_texts() -> list[str]:
+    """The docstrings of each package of the standard library: no text of `library_windows`."""
+    folders = (_LIBRARY / name for name in sorted(sys.stdlib_module_names))
+    sources = ([path for path in sorted(folder.rglob("*.py")) if "tests" not in path.parts] for folder in folders)
+    return ["\n\n".join(map(_docstrings_of, paths)) for paths in sources if paths]
+
+
 def _docstrings() -> dict[str, str]:
     """The docstrings of each module of the standard library, read from its source: nothing is imported."""
-    found = {}
-    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
-        documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-        nodes = [n for n in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(n, documented)]
-        found[f"module {path.stem}"] = "\n\n".join(text for n in nodes if (text := ast.get_docstring(n)))
-    return found
+    return {f"module {path.stem}": _docstrings_of(path) for path in sorted(_LIBRARY.glob("*.py"))}
+
+
+def _docstrings_of(path: Path) -> str:
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = [n for n in ast.walk(ast.parse(path.read_bytes())) if isinstance(n, documented)]
+    return "\n\n".join(text for n in nodes if (text := ast.get_docstring(n)))
 
 
 def documentation_windows(tokenizer: Tokenizer, context_tokens: int, continuation_tokens: int) -> Prefixes:
@@ -80,21 +93,27 @@ def _hash(name: str) -> bytes:
 
 
 def main() -> None:
-    """Write the windows of `library_windows` as a prefix file."""
+    """Write the windows of `library_windows` as a prefix file, and windows with hidden facts as another."""
     from transformers import AutoTokenizer
 
     parser = argparse.ArgumentParser(prog="python -m training.text", description=main.__doc__)
     parser.add_argument("out", type=Path, help="prefix file to write (JSONL)")
+    parser.add_argument("--needles", type=Path, help="prefix file for windows with hidden facts")
     parser.add_argument("--model", default="smollm2", help="folder of the model, or smollm2")
     parser.add_argument("--context", type=int, default=1024, help="tokens of a window")
     parser.add_argument("--continuation", type=int, default=128, help="tokens that follow it")
     options = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(model_folder(options.model))
-    windows = library_windows(tokenizer, options.context, options.continuation)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    windows.to_jsonl(options.out)
+    _write(library_windows(tokenizer, options.context, options.continuation), options.out)
+    if options.needles:
+        _write(needle_windows(tokenizer, package_texts(), options.context, options.continuation), options.needles)
+
+
+def _write(windows: Prefixes, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    windows.to_jsonl(path)
     documents = len({record.meta["name"] for record in windows})
-    print(f"{len(windows)} windows of {documents} documents: {options.out}")
+    print(f"{len(windows)} windows of {documents} documents: {path}")
 
 
 if __name__ == "__main__":

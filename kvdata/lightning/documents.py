@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from kvdata.datasets.kvcache import KVCacheDataset
 from kvdata.datasets.prefixes import Prefixes
-from kvdata.datasets.splits import split_by_document
+from kvdata.datasets.splits import DocumentSplits, document_names, split_by_document
 from kvdata.errors import InvalidRequest, MissingKV
 from kvdata.lightning.datamodule import KVCacheDataModule
 from kvdata.lightning.split_file import SplitFile
@@ -33,6 +33,7 @@ class KVCacheDocuments(KVCacheDataModule):
         split_by: key in each record's ``meta`` that names its document.
         held_out, validation: prefixes that the test and the validation have at least, of whole documents.
         limit: training prefixes, the first of the file; all by default.
+        more_training: another prefix file, of other documents, all of which is trained on and nothing held out.
         split_seed: another holds other documents out.
         split_file: where the splits are written; by default ``<name of the prefix file>.splits.json`` in the Trainer's
             ``default_root_dir``. A folder that all ranks share.
@@ -42,7 +43,8 @@ class KVCacheDocuments(KVCacheDataModule):
         loader_options: more of the loader's arguments, such as ``threads`` or ``prefetch``.
 
     Raises:
-        InvalidRequest: the prefix file cannot be read, or split (see `split_by_document`).
+        InvalidRequest: a prefix file cannot be read, or split (see `split_by_document`), or `more_training` has a
+            document that is held out.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class KVCacheDocuments(KVCacheDataModule):
         held_out: int = 48,
         validation: int = 16,
         limit: int | None = None,
+        more_training: str | Path | None = None,
         split_seed: int = 0,
         split_file: str | Path | None = None,
         on_missing: Literal["raise", "skip"] = "raise",
@@ -78,6 +81,9 @@ class KVCacheDocuments(KVCacheDataModule):
         self._splits = SplitFile(records.digest(), chosen, splits.documents)
         self._split_file = Path(split_file) if split_file is not None else None
         self._on_missing = on_missing
+        train = splits.train[:limit]
+        if more_training is not None:
+            train = Prefixes((*train, *_others(Path(more_training), splits, split_by)), train.layout, train.model_name)
 
         def dataset(part: Prefixes) -> KVCacheDataset | None:
             where = (url, http_url, model_name, timeout, None, packing, model_config)
@@ -85,7 +91,7 @@ class KVCacheDocuments(KVCacheDataModule):
             return KVCacheDataset(part, *where, **options) if len(part) else None
 
         super().__init__(
-            dataset(splits.train[:limit]),
+            dataset(train),
             dataset(splits.validation),
             dataset(splits.test),
             dataset(splits.test),
@@ -145,3 +151,12 @@ def read_prefixes(path: str | Path) -> Prefixes:
         return Prefixes.from_jsonl(path)
     except OSError as exc:
         raise InvalidRequest(f"the prefix file cannot be read ({exc}); kvdata ingest writes one") from exc
+
+
+def _others(path: Path, splits: DocumentSplits, split_by: str) -> Prefixes:
+    """Further training prefixes; `InvalidRequest` when one is of a document that is held out."""
+    records = read_prefixes(path)
+    held_out = {*splits.documents["test"], *splits.documents["validation"]}
+    if both := sorted(held_out & set(document_names(records, split_by))):
+        raise InvalidRequest(f"{path} has prefixes of documents that are held out: {', '.join(both)}")
+    return records

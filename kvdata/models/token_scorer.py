@@ -5,8 +5,9 @@ Axes: ``2`` K/V, ``L`` layers, ``H`` KV heads, ``T`` tokens, ``S`` scored tokens
 
 It reads K and V alone. From them it predicts the queries that were asked over the prefix (`QueryPredictor`) and what
 attention those pay to each token (`attention_signals`); a token's score for a KV head starts as the mean of three of
-these signals, and one two-layer perceptron per layer, over the signals and the keys and values of *all* heads, learns
-what they miss. It is trained with `kvdata.models.losses.scorer_loss` on the attention of real continuations.
+these signals, and one two-layer perceptron per layer, over the signals, the keys and values of *all* heads and what
+repeats what (`repetition`), learns what they miss. It is trained with `kvdata.models.losses.scorer_loss` on the
+attention of real continuations.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from kvdata.errors import GeometryMismatch
 from kvdata.models.attention_signals import SIGNALS, attention_signals, smoothed
 from kvdata.models.files import SavedModule
 from kvdata.models.query_predictor import QueryPredictor
+from kvdata.models.repetition import FEATURES as REPETITIONS
+from kvdata.models.repetition import repetition
 
 SMOOTHING = (5, 21)  # tokens; one beside a needed token is often needed too
 STARTING_SIGNALS = ("received mean", "future mean", "future of window mean")
@@ -33,7 +36,8 @@ class TokenScorer(SavedModule):
 
     Features per layer and token: keys without their rotation (content), keys rotated relative to the end of
     the prefix (what a query that comes next would meet), values, log norms of keys and values, cosine of each key
-    to the mean key (as KeyDiff, arXiv 2504.15364), the position from both ends, and the attention signals.
+    to the mean key (as KeyDiff, arXiv 2504.15364), the position from both ends, how the token repeats others, and the
+    attention signals.
 
     Args:
         num_layers, num_kv_heads, num_query_heads, head_dim: geometry of the model's attention.
@@ -43,7 +47,7 @@ class TokenScorer(SavedModule):
     """
 
     kind: ClassVar[str] = "token scorer"
-    version: ClassVar[int] = 3
+    version: ClassVar[int] = 4
 
     mean: Tensor
     std: Tensor
@@ -64,7 +68,7 @@ class TokenScorer(SavedModule):
         self.num_layers, self.num_kv_heads, self.num_query_heads = num_layers, num_kv_heads, num_query_heads
         self.head_dim, self.width, self.interleaved = head_dim, width, rope.interleaved
         signals = len(SIGNALS) * (1 + len(SMOOTHING))
-        features = 3 * num_kv_heads * head_dim + (3 + signals) * num_kv_heads + 3
+        features = 3 * num_kv_heads * head_dim + (3 + signals) * num_kv_heads + 3 + REPETITIONS
         self.queries = QueryPredictor(num_layers, num_kv_heads, num_query_heads, head_dim, rope)
         self.weight1 = nn.Parameter(torch.randn(num_layers, features, width) / features**0.5)
         self.bias1 = nn.Parameter(torch.zeros(num_layers, 1, width))
@@ -160,6 +164,7 @@ class TokenScorer(SavedModule):
                 torch.cosine_similarity(keys.float(), mean_key, dim=-1),
                 _log_norm(values),
                 _places(positions, length).expand(*keys.shape[:3], -1),
+                repetition(kv).index_select(1, positions).expand(len(keys), -1, -1, -1),
                 wide.transpose(2, 3).flatten(-2),
             ),
             dim=-1,

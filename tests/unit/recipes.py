@@ -13,6 +13,7 @@ CONTEXT, CONTINUATION = 128, 16
 
 _CONFIGS = Path(__file__).parents[2] / "training" / "configs"
 SCORER = ["--config", str(_CONFIGS / "token_scorer.yaml"), "--model.init_args.keeps=[64]"]
+SCORER += ["--data.init_args.more_training=null"]
 AUTOENCODER = ["--config", str(_CONFIGS / "autoencoder.yaml"), "--model.init_args.context_tokens=128"]
 CARTRIDGE = ["--config", str(_CONFIGS / "cartridge.yaml"), "--trainer.check_val_every_n_epoch=1"]
 _SMALL = {"slots": 64, "sinks": 2, "text_tokens": 16, "continuations": 6, "openings": 0, "held_out": 2, "references": 2}

@@ -115,6 +115,23 @@ def test_a_run_resumes_and_without_validation_it_only_trains(file, connection, t
     assert crashed.seen + resumed.seen == whole.seen
 
 
+def test_further_prefixes_are_only_trained_on(file, connection, tmp_path):
+    more = [{"tokens": fresh_tokens(32), "meta": {"document": "eta"}} for _ in range(2)]
+    Prefixes.of(more).to_jsonl(tmp_path / "more.jsonl")
+    plain, data = documents(file, connection), documents(file, connection, more_training=tmp_path / "more.jsonl")
+    for name in ("val", "test", "predict"):
+        assert data.dataset(name).prefixes.digest() == plain.dataset(name).prefixes.digest()
+    train = [r.tokens.tolist() for r in data.dataset("train").prefixes]
+    assert train == [r.tokens.tolist() for r in plain.dataset("train").prefixes] + [r["tokens"] for r in more]
+    assert data.dataset("train").connection.layout == LAYOUT
+    data._splits.write(tmp_path / "s.json")
+    documents(file, connection, split_file=tmp_path / "s.json").setup("fit")  # the splits are the same
+    both = plain.dataset("test").prefixes[0].meta["document"]
+    Prefixes.of([{**more[0], "meta": {"document": both}}]).to_jsonl(tmp_path / "again.jsonl")
+    with pytest.raises(InvalidRequest, match=rf"again.jsonl has prefixes of documents that are held out: {both}"):
+        documents(file, connection, more_training=tmp_path / "again.jsonl")
+
+
 def test_other_prefixes_or_other_numbers_are_refused_once_splits_are_written(file, connection, tmp_path):
     where = tmp_path / "splits" / "s.json"
     with pytest.raises(InvalidRequest, match="prepare_data writes them"):
