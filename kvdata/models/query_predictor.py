@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from kvdata.edits.rope import Rope
 from kvdata.edits.selection import split_heads
+from kvdata.edits.solving import solve_definite
 from kvdata.errors import GeometryMismatch, InvalidRequest
 
 RIDGE = 1e-3
@@ -66,7 +67,8 @@ class QueryPredictor(nn.Module):
             raise InvalidRequest("fitting the query predictor needs at least one cache")
         scale = gram.diagonal(dim1=1, dim2=2).mean(1)[:, None, None]
         eye = torch.eye(gram.shape[1], device=gram.device)
-        self.weight.copy_(torch.linalg.solve(gram + RIDGE * scale * eye, moment))
+        # In float64, since the ridge is small beside the largest directions.
+        self.weight.copy_(solve_definite((gram + RIDGE * scale * eye).double(), moment.double()))
         self.fitted.fill_(True)
 
     def _features(self, kv: Tensor, tokens: Tensor) -> Tensor:

@@ -232,8 +232,10 @@ def test_a_checkpoints_revision_is_its_weights(tmp_path):
     plain, plain_revision = functions.learned_policy(scorer, "w", refit=False)
     dropped, _ = apply_policy(plain, kv, 2 * CHUNK, ROPE, 2)
     assert (revision, plain_revision) == ("w.refit", "w")
-    assert torch.equal(found[0], dropped[0])  # the same keys
     assert not torch.equal(found[1], dropped[1])
+    # The same keys, but for what is added to all of a head.
+    shift = (found[0] - dropped[0]).float()
+    torch.testing.assert_close(shift, shift.mean(1, keepdim=True).expand_as(shift), atol=0.05, rtol=0.05)
 
 
 def test_an_autoencoder_keeps_every_token(tmp_path):

@@ -15,13 +15,17 @@ from torch import Tensor
 from kvdata.edits.policies.queries import by_group, heads
 from kvdata.edits.rope import Rope
 from kvdata.edits.selection import gather, relocate
+from kvdata.edits.solving import solve_definite
 
 REFERENCES, FUTURE, RIDGE = 512, 128, 0.1
+SHIFT_RIDGE = 3e-3
 
 
 @dataclass(frozen=True)
 class ValueRefit:
-    """The values' half of attention matching (arXiv 2602.16284, beta = 0), for queries that somebody predicts.
+    """The values' half of attention matching (arXiv 2602.16284), for queries that somebody predicts.
+
+    In place of its bias on the logits, which no engine reads from a cache, the keys of a head are shifted alike.
 
     Args:
         queries: before RoPE, of the tokens at given indices: ``([1, 2, L, T, D], [R]) -> [L, 1, Hq, R, d]``, such as a
@@ -43,7 +47,12 @@ class ValueRefit:
         with torch.inference_mode():
             asked = self.queries(kv.unsqueeze(0), evenly_spaced(kv.shape[2], self.references).to(kv.device))[:, 0]
         return refit_values(
-            kv, kept, lambda length: asked_later(asked.float(), self.rope, length, self.future), self.rope, self.ridge
+            kv,
+            kept,
+            lambda length: asked_later(asked.float(), self.rope, length, self.future),
+            self.rope,
+            self.ridge,
+            keep_mass=True,
         )
 
 
@@ -54,6 +63,7 @@ def refit_values(
     rope: Rope,
     ridge: float = RIDGE,
     scale: float | None = None,
+    keep_mass: bool = False,
 ) -> Tensor:
     """What kept slots hold once their values are fitted to what the whole cache says to reference queries.
 
@@ -66,6 +76,7 @@ def refit_values(
         rope: the model's.
         ridge: weight of staying at the old values, relative to the mean squared attention a slot gets.
         scale: factor of the attention logits; default ``1 / sqrt(d)``.
+        keep_mass: shift the keys, so that all slots together get the attention that all tokens did, see `key_shift`.
 
     Returns:
         ``[2, L, K, D]``, its keys rotated as in `kv`.
@@ -74,12 +85,40 @@ def refit_values(
     merged = gather(kv, kept)
     moved = relocate(merged.clone(), kept, rope)
     before, after = (by_group(ask(length), kv, num_kv_heads).flatten(2, 3) for length in (kv.shape[2], slots))
+    shifts = []
     for layer in range(kv.shape[1]):
         keys, values, new_keys, old_values = (heads(part[layer], num_kv_heads) for part in (*kv, *moved))
-        target = _attention(before[layer], keys, scale) @ values
-        fitted = refit(_attention(after[layer], new_keys, scale), old_values, target, ridge)
+        asked, found = (_logits(q[layer], k, scale) for q, k in ((before, keys), (after, new_keys)))
+        fitted = refit(found.softmax(-1), old_values, asked.softmax(-1) @ values, ridge)
         merged[1, layer] = fitted.transpose(0, 1).flatten(-2)
+        if keep_mass:
+            shifts.append(key_shift(after[layer], asked.logsumexp(-1) - found.logsumexp(-1), scale))
+    if shifts:
+        everywhere = torch.stack(shifts)[:, :, None].expand(-1, -1, slots, -1)
+        places = torch.arange(slots, device=kept.device)
+        # In the geometry of `kv`: `relocate` turns the keys to their slots.
+        merged[0] += rope.rerotate(everywhere, places, kept).transpose(1, 2).flatten(-2)
     return merged
+
+
+def key_shift(queries: Tensor, missing: Tensor, scale: float | None = None) -> Tensor:
+    """The vector that, added to all keys of a head, raises each query's logits by what its attention is missing.
+
+    Attention between these keys stays as it was; what comes after them gets its old share. By least squares, since
+    there are more queries than dimensions: queries have a large part in common.
+
+    Args:
+        queries: ``[H, M, d]``.
+        missing: ``[H, M]``, the logarithm of the sum of ``exp(logits)`` that is wanted, less the present one.
+
+    Returns:
+        ``[H, d]``.
+    """
+    scaled = queries * (scale or queries.shape[-1] ** -0.5)
+    gram = scaled.mT @ scaled
+    weight = (SHIFT_RIDGE * gram.diagonal(dim1=-2, dim2=-1).mean(-1)).clamp_min(1e-6)[:, None, None]
+    damped = gram + weight * torch.eye(gram.shape[-1], device=gram.device)
+    return solve_definite(damped, scaled.mT @ missing[..., None])[..., 0]
 
 
 def evenly_spaced(tokens: int, references: int) -> Tensor:
@@ -108,10 +147,9 @@ def refit(attention: Tensor, values: Tensor, target: Tensor, ridge: float) -> Te
     gram = attention.mT @ attention
     weight = ridge * gram.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]
     damped = gram + weight * torch.eye(gram.shape[-1], device=gram.device)
-    step: Tensor = torch.linalg.solve(damped, attention.mT @ (target - attention @ values))
-    return values + step
+    return values + solve_definite(damped, attention.mT @ (target - attention @ values))
 
 
-def _attention(queries: Tensor, keys: Tensor, scale: float | None) -> Tensor:
+def _logits(queries: Tensor, keys: Tensor, scale: float | None) -> Tensor:
     """A row per query of a KV head's group: ``[H, M, d]`` and ``[H, n, d]`` -> ``[H, M, n]``."""
-    return (queries @ keys.mT * (scale or keys.shape[-1] ** -0.5)).softmax(-1)
+    return queries @ keys.mT * (scale or keys.shape[-1] ** -0.5)
