@@ -23,7 +23,7 @@ from kvdata.edits.policies import (
     apply_policy,
 )
 from kvdata.edits.policies.queries import QueryPolicy, redundancy
-from kvdata.edits.policies.refit import asked_later, evenly_spaced, refit
+from kvdata.edits.policies.refit import asked_later, denser_at_the_end, evenly_spaced, refit
 from kvdata.edits.rope import Rope
 from kvdata.edits.selection import compact, gather, relocate, select
 from kvdata.errors import GeometryMismatch, InvalidRequest
@@ -277,7 +277,8 @@ def test_a_refit_for_predicted_queries_is_that_of_compaction(kv: torch.Tensor) -
 
     def predicted(caches: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         assert torch.equal(caches[0], kv)
-        return QUERIES[:, None, :, tokens]
+        assert torch.equal(tokens, denser_at_the_end(TOKENS, 24))
+        return QUERIES[:, None, :, evenly_spaced(TOKENS, 24)]
 
     compaction = Compaction(ROPE, references=24)
     expected, kept = apply_policy(compaction, kv, 30, ROPE, HEADS, SOURCE, window=8)
@@ -291,7 +292,7 @@ def test_a_refit_for_predicted_queries_is_that_of_compaction(kv: torch.Tensor) -
 def test_a_refit_gives_what_is_kept_the_weight_of_the_whole_cache(kv: torch.Tensor) -> None:
     """Queries with much in common: attention among the slots stays, what follows them gets its share of before."""
     common = 2 + 0.2 * QUERIES
-    references = common[:, :, evenly_spaced(TOKENS, 24)]
+    references = common[:, :, denser_at_the_end(TOKENS, 24)]
     kept = torch.arange(0, TOKENS, 3).expand(LAYERS, HEADS, -1)
     plain = compact(kv, kept, ROPE)
     moved = relocate(ValueRefit(lambda _, at: common[:, None, :, at], ROPE, 24, future=2)(kv, kept), kept, ROPE)
@@ -305,6 +306,16 @@ def test_a_refit_gives_what_is_kept_the_weight_of_the_whole_cache(kv: torch.Tens
     torch.testing.assert_close(after.softmax(-1), before.softmax(-1), atol=1e-5, rtol=1e-3)
     missing = [(whole.logsumexp(-1) - part.logsumexp(-1)).square().mean((0, 2)) for part in (before, after)]
     assert (missing[1] < 0.05 * missing[0]).all()
+
+
+def test_references_are_denser_at_the_end() -> None:
+    places = denser_at_the_end(1024, 512)
+    assert len(places) == 512
+    assert (places.diff() >= 0).all()
+    assert places[-1] == 1023
+    assert 0 <= places[0] < 8
+    assert abs(int((places >= 768).sum()) - 256) <= 1
+    assert denser_at_the_end(3, 512).tolist() == [1, 2, 2]
 
 
 def test_refit_is_ridge_regression_towards_the_old_values() -> None:

@@ -45,7 +45,7 @@ class ValueRefit:
     def __call__(self, kv: Tensor, kept: Tensor) -> Tensor:
         """What the kept slots hold, ``[2, L, T, D]`` and ``[L, H, K]`` -> ``[2, L, K, D]``."""
         with torch.inference_mode():
-            asked = self.queries(kv.unsqueeze(0), evenly_spaced(kv.shape[2], self.references).to(kv.device))[:, 0]
+            asked = self.queries(kv.unsqueeze(0), denser_at_the_end(kv.shape[2], self.references).to(kv.device))[:, 0]
         return refit_values(
             kv,
             kept,
@@ -125,6 +125,13 @@ def evenly_spaced(tokens: int, references: int) -> Tensor:
     """Indices of the tokens whose queries are asked again, the last one among them."""
     count = min(references, tokens)
     return (torch.arange(count) + 1) * tokens // count - 1
+
+
+def denser_at_the_end(tokens: int, references: int) -> Tensor:
+    """The same, half of them in the last quarter: what was asked last is the most like what will be asked."""
+    count = min(references, tokens)
+    back = (torch.arange(count).flip(0) / count).square() * tokens
+    return tokens - 1 - back.long()
 
 
 def asked_later(queries: Tensor, rope: Rope, length: int, future: int) -> Tensor:
