@@ -18,7 +18,7 @@ from kvdata.edits.selection import gather, relocate
 from kvdata.edits.solving import solve_definite
 
 REFERENCES, FUTURE, RIDGE = 512, 128, 0.1
-SHIFT_RIDGE = 3e-3
+SHIFT_RIDGE = 3e-3  # of `key_shift`, relative to the mean square of the queries
 
 
 @dataclass(frozen=True)
