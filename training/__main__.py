@@ -34,12 +34,23 @@ class RecipeCLI(LightningCLI):
             for callback in self.trainer.checkpoint_callbacks:
                 callback.save_last = False
 
+    def before_validate(self) -> None:
+        self._spare_losses()
+
+    def before_test(self) -> None:
+        self._spare_losses()
+
     def before_predict(self) -> None:
+        self._spare_losses()
         manifest = self.config[self.subcommand].manifest or Path(self.trainer.default_root_dir) / "manifest.jsonl"
         source = self.datamodule.dataset("predict")
         self.trainer.callbacks.append(
             KVCacheWriter(source.connection, manifest, stages=["predict"], retries=source.retries)
         )
+
+    def _spare_losses(self) -> None:
+        """A CSVLogger would delete what the fit wrote to its folder; what is measured now is printed."""
+        self.trainer.loggers = []
 
     def predict(self, model: L.LightningModule, **options: Any) -> None:
         """Run the recipe over the held-out caches; results go through the writer, not into memory."""

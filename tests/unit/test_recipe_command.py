@@ -34,6 +34,7 @@ def test_a_scorer_is_fitted_tested_and_its_caches_are_written_back(arguments, co
     assert list(Path("runs/token-scorer/tensorboard").glob("events.*"))
     main(["test", *SCORER, *arguments, "--ckpt_path", str(checkpoint)])
     main(["predict", *SCORER, *arguments, "--ckpt_path", str(checkpoint), "--manifest", "manifest.jsonl"])
+    assert Path("runs/token-scorer/csv/metrics.csv").read_text() == losses  # of the fit
     written = Manifest.load("manifest.jsonl")
     held_out = Prefixes.from_jsonl("windows.jsonl")
     assert len(written) == 3
