@@ -47,6 +47,14 @@ def evaluate(
         Optional[list[Path]],  # noqa: UP045
         typer.Option(exists=True, dir_okay=False, help="A trained TokenScorer, named by its file; can be repeated."),
     ] = None,
+    autoencoder: Annotated[
+        Optional[list[Path]],  # noqa: UP045
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            help="A trained KVAutoencoder, compared at its share of the bytes.",
+        ),
+    ] = None,
     keep: Annotated[str, typer.Option(help="Shares of tokens kept.")] = "0.5,0.25",
     splits: Annotated[
         Optional[Path],  # noqa: UP045
@@ -86,7 +94,7 @@ def evaluate(
     from kvdata.datasets import KVCacheDataset, Prefixes
     from kvdata.engines.huggingface import fast_dtype
     from kvdata.evaluation.folder import EvaluationFolder
-    from kvdata.evaluation.methods import dropping_methods
+    from kvdata.evaluation.methods import methods_named
 
     records = Prefixes.from_jsonl(prefixes)
     if splits is not None:
@@ -96,7 +104,7 @@ def evaluate(
     computes = fast_dtype() if dtype == "auto" else parse_dtype(dtype)
     engine = load_model(model, computes)
     names = None if policies is None else [name for name in policies.split(",") if name]
-    methods = dropping_methods(engine.config, engine.layout.num_kv_heads, names, scorer or [])
+    methods = methods_named(engine.config, engine.layout.num_kv_heads, names, scorer or [], autoencoder or [])
     keeps = _shares(keep)
     dataset = KVCacheDataset(
         records[:limit],

@@ -263,6 +263,15 @@ class KVCacheContext:
         finally:
             leases.close()
 
+    def settle(self) -> None:
+        """Wait until the server has released what earlier reads had locked, and counted it as read.
+
+        A read does not wait for that: the server does it while this process goes on. Never raises.
+        """
+        with self._lock:
+            if self._session is not None:
+                self._session.leftovers.settle()
+
     # -- writing ------------------------------------------------------------------------------------
 
     def store(self, kv: torch.Tensor, tokens: Tokens, cache_salt: str = "") -> bool:

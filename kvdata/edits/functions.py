@@ -304,10 +304,15 @@ def autoencoder(path: str | Path, config: Mapping[str, Any], revision: str | Non
         GeometryMismatch: the autoencoder is that of another model.
         InvalidRequest: the file is no autoencoder.
     """
+    model, weights = autoencoder_model(path, config)
+    return Edit(Reconstruction(model), Rope.from_config(config), _kv_heads(config), 1.0, revision or weights)
+
+
+def autoencoder_model(path: str | Path, config: Mapping[str, Any]) -> tuple[KVAutoencoder, str]:
+    """A `KVAutoencoder` and the revision of its weights; arguments and errors as `autoencoder`."""
     model = KVAutoencoder.load(path)
     _check_model(model, config, path)
-    method = Reconstruction(model)
-    return Edit(method, Rope.from_config(config), _kv_heads(config), 1.0, revision or weights_revision(model))
+    return model, weights_revision(model)
 
 
 def cartridge(path: str | Path, config: Mapping[str, Any], revision: str | None = None) -> Edit:

@@ -3,7 +3,7 @@
 from kvdata.evaluation.decoding import Arm, decode_arms, decoding_report, score_continuations
 from kvdata.evaluation.dropping import PolicyCaches, evaluate_caches
 from kvdata.evaluation.live_scoring import LiveResult, LiveScorer, decode_live, live_results, score_live
-from kvdata.evaluation.methods import Dropping, Method, dropping_methods
+from kvdata.evaluation.methods import Dropping, Method, methods_named
 from kvdata.evaluation.offline import evaluate
 from kvdata.evaluation.passkey import evaluate_passkey, passkey_prompts
 from kvdata.evaluation.report import (
@@ -37,11 +37,11 @@ __all__ = [
     "decode_arms",
     "decode_live",
     "decoding_report",
-    "dropping_methods",
     "evaluate",
     "evaluate_caches",
     "evaluate_passkey",
     "live_results",
+    "methods_named",
     "open_run",
     "passkey_prompts",
     "print_costs",

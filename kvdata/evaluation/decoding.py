@@ -183,6 +183,7 @@ def _prepare(
 
 def _decode(ctx: KVCacheContext, engine: PostCompletion, arm: Arm, sampling_params: Mapping[str, Any]) -> None:
     batch = _batch(ctx, engine, arm.requests)
+    ctx.settle()  # what was read here before counts before
     before = counters(ctx.connection.http_url)["retrieved_chunks"]
     arm.decodes.append(_whole(batch.decode(sampling_params)))
     arm.read_chunks.append(chunks_read_since(ctx, before, arm.expected_chunks))

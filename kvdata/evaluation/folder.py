@@ -14,7 +14,7 @@ from kvdata.client.context import KVCacheContext
 from kvdata.datasets.prefixes import Prefixes
 from kvdata.evaluation.decoding import Arm
 from kvdata.evaluation.live_scoring import live_results
-from kvdata.evaluation.methods import Method
+from kvdata.evaluation.methods import Method, takes
 from kvdata.evaluation.report import print_costs, print_live, print_results, save_csv, save_html, save_json, save_plot
 from kvdata.evaluation.report.documents import document_of
 from kvdata.evaluation.results import comparisons, summarise
@@ -100,9 +100,15 @@ class EvaluationFolder:
 
 def chosen(rows: Rows[M], windows: int, methods: Sequence[Method], keeps: Sequence[float]) -> list[M]:
     """The rows of these methods, in their revisions, at these budgets, and of the full cache."""
-    made = [(FULL, "", 1.0)] + [(method.name, method.revision, keep) for method in methods for keep in keeps]
-    keys: list[Key] = [(window, *key) for key in made for window in range(windows)]
-    return [rows[key] for key in keys]
+    full = [rows[window, FULL, "", 1.0] for window in range(windows)]
+    keys: list[Key] = [
+        (row.window, method.name, method.revision, keep)
+        for method in methods
+        for keep in keeps
+        for row in full
+        if takes(method, keep, row.kept_tokens)
+    ]
+    return full + [rows[key] for key in keys]
 
 
 def _digest(windows: Prefixes) -> str:

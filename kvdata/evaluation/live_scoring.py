@@ -23,7 +23,7 @@ from kvdata.edits.address import compressed_address
 from kvdata.edits.policies import Sees
 from kvdata.errors import ProtocolError
 from kvdata.evaluation.decoding import Arm, chunks_read_since, decode_arms
-from kvdata.evaluation.methods import Method, kept_tokens
+from kvdata.evaluation.methods import Method, kept_tokens, takes
 from kvdata.evaluation.metrics import mean_interval, next_token_nll
 from kvdata.evaluation.offline import full_key, jobs_of, subject_of
 from kvdata.evaluation.results import Interval, grouped
@@ -97,6 +97,7 @@ class LiveScorer:
         count = min(self.tokens, len(following) - 1, self.ctx.chunk_size - 1)
         fed = following[: count + 1]
         expected = count * (len(ids) // self.ctx.chunk_size)
+        self.ctx.settle()  # what was read here before counts before
         before = counters(self.ctx.connection.http_url)["retrieved_chunks"]
         nll = -fmean(self._logprobs(ids, salt, fed.tolist()))
         read = chunks_read_since(self.ctx, before, expected)
@@ -160,7 +161,8 @@ def decode_live(
     prompts = [[*s.ids, int(s.future[0])] for s in subjects.values()]
     params = {"temperature": 0.0, "max_tokens": DECODED, "ignore_eos": True}
     for keep in keeps:
-        edits = {method.name: _Edit(method, keep, subjects) for method in methods}
+        taking = [m for m in methods if all(takes(m, keep, len(ids)) for ids in subjects)]
+        edits = {method.name: _Edit(method, keep, subjects) for method in taking}
         arms = decode_arms(
             scorer.ctx, scorer.complete, prompts, {FULL: None, **edits}, params, rounds, progress=progress
         )

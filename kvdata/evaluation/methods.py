@@ -12,11 +12,12 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from kvdata.edits.functions import SINKS, WINDOW, scorer_policy
+from kvdata.edits.functions import SINKS, WINDOW, autoencoder_model, scorer_policy
 from kvdata.edits.policies import POLICIES, Policy, Sees, Source, apply_policy
 from kvdata.edits.rope import Rope
 from kvdata.errors import InvalidRequest
 from kvdata.evaluation.runs import FULL
+from kvdata.models.kv_autoencoder import KVAutoencoder
 
 
 class Method(Protocol):
@@ -35,6 +36,9 @@ class Method(Protocol):
 
     @property
     def trained(self) -> bool: ...
+
+    def share(self, tokens: int) -> float | None:
+        """Of the bytes of so many tokens, where it makes caches of one size only; None: as is asked for."""
 
     def compress(self, kv: Tensor, keep: int, source: Source) -> Tensor:
         """``[2, L, T, D]`` -> ``[2, L, K, D]``, keys at positions ``0 .. K-1``, K whole chunks (`keep`, if it drops).
@@ -67,6 +71,9 @@ class Dropping:
     def trained(self) -> bool:
         return self.policy.trained
 
+    def share(self, tokens: int) -> float | None:
+        return None
+
     def compress(self, kv: Tensor, keep: int, source: Source) -> Tensor:
         smaller, _ = apply_policy(
             self.policy, kv, keep, self.rope, self.num_kv_heads, source, sinks=self.sinks, window=self.window
@@ -74,14 +81,40 @@ class Dropping:
         return smaller
 
 
-def dropping_methods(
-    config: Mapping[str, Any], num_kv_heads: int, names: Iterable[str] | None = None, scorers: Iterable[Path] = ()
+@dataclass(frozen=True)
+class Encoding:
+    """A KV autoencoder as a method: every token stays, and its code takes a share of the bytes.
+
+    What is stored and measured is what the code gives back, a cache of the full size. It is compared at the budget that
+    is its own.
+    """
+
+    autoencoder: KVAutoencoder
+    name: str
+    revision: str
+    sees: Sees = Sees.CACHE
+    trained: bool = True
+
+    def share(self, tokens: int) -> float | None:
+        return self.autoencoder.ratio(tokens)
+
+    def compress(self, kv: Tensor, keep: int, source: Source) -> Tensor:
+        restored: Tensor = self.autoencoder(kv.unsqueeze(0))[0]
+        return restored
+
+
+def methods_named(
+    config: Mapping[str, Any],
+    num_kv_heads: int,
+    names: Iterable[str] | None = None,
+    scorers: Iterable[Path] = (),
+    autoencoders: Iterable[Path] = (),
 ) -> list[Method]:
-    """Policies by name (default: all of them), and trained scorers by file, each under its file's name.
+    """Policies by name (default: all of them), and trained modules by file, each under its file's name.
 
     Raises:
-        InvalidRequest: an unknown name, a name that is there twice, or a file that is no scorer.
-        GeometryMismatch: a scorer of another model.
+        InvalidRequest: an unknown name, a name that is there twice, or a file that holds something else.
+        GeometryMismatch: a module of another model.
         UnsupportedLayout: keys of this model cannot be moved.
     """
     rope = Rope.from_config(config)
@@ -92,10 +125,19 @@ def dropping_methods(
     for file in scorers:
         policy, revision = scorer_policy(file, config, name=file.stem)
         methods.append(Dropping(policy, rope, num_kv_heads, revision))
+    for file in autoencoders:
+        model, revision = autoencoder_model(file, config)
+        methods.append(Encoding(model, file.stem, revision))
     all_names = [FULL, *(method.name for method in methods)]
     if twice := sorted({name for name in all_names if all_names.count(name) > 1}):
         raise InvalidRequest(f"two methods are named {', '.join(twice)}; rename a file, or ask for it once")
     return methods
+
+
+def takes(method: Method, keep: float, tokens: int) -> bool:
+    """Whether a method makes caches of so many tokens to that share, within a hundredth."""
+    share = method.share(tokens)
+    return share is None or abs(share - keep) < 0.01
 
 
 def kept_tokens(tokens: int, keep: float, chunk_size: int) -> int:

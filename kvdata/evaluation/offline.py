@@ -14,7 +14,7 @@ from kvdata.edits.rope import Rope
 from kvdata.errors import InvalidRequest
 from kvdata.evaluation.continuations import CUE, continuations
 from kvdata.evaluation.measure import Reference
-from kvdata.evaluation.methods import Method, kept_tokens
+from kvdata.evaluation.methods import Method, kept_tokens, takes
 from kvdata.evaluation.runs import FULL, Key, Row, Rows
 from kvdata.evaluation.subject import Engine, Subject
 from kvdata.evaluation.writing import Job, by_size, through_server
@@ -72,7 +72,16 @@ def jobs_of(methods: Sequence[Method], keeps: Sequence[float], tokens: int, chun
             f"keeping {', '.join(f'{keep:g}' for keep in keeps)} of {tokens} tokens comes to {budgets} in chunks of "
             f"{chunk_size}: choose others, a longer context, or a server with smaller chunks"
         )
-    return [[Job(method, keep, kept) for method in methods] for keep, kept in zip(keeps, budgets, strict=True)]
+    for method in methods:
+        if not any(takes(method, keep, tokens) for keep in keeps):
+            raise InvalidRequest(
+                f"{method.name} makes caches of {tokens} tokens to {method.share(tokens):.2f} of their bytes, and what "
+                f"is asked for is {', '.join(f'{keep:g}' for keep in keeps)}; ask for its own, too"
+            )
+    return [
+        [Job(method, keep, kept) for method in methods if takes(method, keep, tokens)]
+        for keep, kept in zip(keeps, budgets, strict=True)
+    ]
 
 
 def subject_of(engine: Engine, dataset: KVCacheDataset, place: int) -> tuple[Subject, str]:

@@ -14,12 +14,12 @@ from kvdata.edits.policies import KeyDiff, Oracle, Policy, Recency, Sees, Source
 from kvdata.edits.rope import Rope
 from kvdata.engines.huggingface import attention_target
 from kvdata.errors import InvalidRequest, MissingKV, OtherEvaluation, StoreConflict
-from kvdata.evaluation import Dropping, Row, Rows, dropping_methods, evaluate, open_run
+from kvdata.evaluation import Dropping, Row, Rows, evaluate, methods_named, open_run
 from kvdata.evaluation.attention import AttentionError
 from kvdata.evaluation.offline import full_key, jobs_of
 from kvdata.evaluation.subject import Subject
 from tests.unit.conftest import fresh_tokens
-from tests.unit.tiny_model import tiny_engine, windows
+from tests.unit.tiny_model import tiny_autoencoder, tiny_engine, windows
 
 TOKENS, FOLLOWING, KEPT = 192, 24, 96
 engine_of_this_module = pytest.fixture(scope="module", name="engine")(tiny_engine)
@@ -194,6 +194,27 @@ def test_budgets_are_whole_chunks_and_differ(engine):
         jobs_of([recency], [0.5], 32, 32)
 
 
+def test_an_autoencoder_is_measured_at_its_own_share_of_the_bytes(engine, dataset, tmp_path):
+    model = tiny_autoencoder(engine)
+    model.save(tmp_path / "coded.pt")
+    share = round(model.ratio(TOKENS), 2)
+    assert 0.5 < share < 0.7
+    recency, coded = methods_named(engine.config, 2, ["recency"], autoencoders=[tmp_path / "coded.pt"])
+    jobs = jobs_of([recency, coded], [0.34, share], TOKENS, 32)
+    assert [[job.method.name for job in same] for same in jobs] == [["recency"], ["recency", "coded"]]
+    with pytest.raises(InvalidRequest, match=r"coded makes caches of 192 tokens to 0\.63 of their bytes"):
+        jobs_of([coded], [0.34], TOKENS, 32)
+    rows = Rows(tmp_path / "rows.jsonl", Row)
+    evaluate(engine, dataset, [recency, coded], [0.34, share], rows)
+    sample = dataset[2]
+    ids, restored = sample["continuation"], model(sample["kv"][None])[0].to(sample["kv"].dtype)
+    row = rows[2, "coded", coded.revision, share]
+    assert (row.kept_tokens, row.trained, row.sees) == (TOKENS, True, "cache")
+    logits = engine.continue_from(restored, ids)
+    assert row.nll["next"] == pytest.approx(float(cross_entropy(logits[:-1], ids[1:])), rel=1e-4)
+    assert 0 < row.kl["next"] < 1e-3
+
+
 def test_what_cannot_be_measured_says_so(engine, dataset, connection, tmp_path):
     rows = Rows(tmp_path / "rows.jsonl", Row)
     silent = KVCacheDataset([{"tokens": list(range(64))}], connection=connection)
@@ -208,12 +229,12 @@ def test_what_cannot_be_measured_says_so(engine, dataset, connection, tmp_path):
 
 
 def test_methods_have_names_of_their_own(engine):
-    known = dropping_methods(engine.config, 2)
+    known = methods_named(engine.config, 2)
     assert {"random", "recency", "key-norm", "keydiff", "value-norm", "oracle"} <= {m.name for m in known}
     with pytest.raises(InvalidRequest, match="unknown policies: nonsense; known are random"):
-        dropping_methods(engine.config, 2, ["recency", "nonsense"])
+        methods_named(engine.config, 2, ["recency", "nonsense"])
     with pytest.raises(InvalidRequest, match="two methods are named recency"):
-        dropping_methods(engine.config, 2, ["recency", "recency"])
+        methods_named(engine.config, 2, ["recency", "recency"])
 
 
 def test_a_folder_holds_one_evaluation(tmp_path):

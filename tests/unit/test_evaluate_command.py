@@ -15,7 +15,7 @@ from kvdata.edits.rope import Rope
 from kvdata.errors import OtherEvaluation
 from kvdata.evaluation.measure import Reference
 from kvdata.models.token_scorer import TokenScorer
-from tests.unit.tiny_model import tiny_engine, tiny_folder, windows
+from tests.unit.tiny_model import tiny_autoencoder, tiny_engine, tiny_folder, windows
 
 TOKENS, POLICIES = 256, ("random", "keydiff", "oracle")
 
@@ -90,6 +90,20 @@ def test_the_reports_say_what_was_measured(run, tmp_path):
     assert float(table["keydiff", 0.5]["delta_nll"]) == found["keydiff", 0.5]["delta_nll"]
     assert table["keydiff", 0.5]["passkey_prompts"] == "5"
     assert (out / "report.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_autoencoder_stands_beside_the_policies(run, tmp_path):
+    model = tiny_autoencoder(tiny_engine())
+    model.save(tmp_path / "coded.pt")
+    share = round(model.ratio(TOKENS), 2)
+    done = run("--autoencoder", str(tmp_path / "coded.pt"), "--limit", "2", "--keep", f"{share},0.25")
+    assert done.exit_code == 0, done.output
+    assert "*coded" in done.stdout
+    assert f"keep {share:g}: 160 tokens" in done.stdout
+    found = {(r["policy"], r["keep"]): r for r in json.loads((tmp_path / "out/report.json").read_text())["results"]}
+    assert ("coded", 0.25) not in found
+    assert [found["coded", share][key] for key in ("kept_tokens", "windows", "trained")] == [TOKENS, 2, True]
+    assert found["coded", share]["kl"] < found["keydiff", share]["kl"]
 
 
 def test_the_page_needs_no_network_and_escapes_texts(run, tmp_path):

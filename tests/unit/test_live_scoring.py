@@ -30,7 +30,7 @@ class Served:
     def __call__(self, prompt, params, salt):
         self.params.append(params)
         kv = self.ctx.retrieve(prompt[:-1], salt)  # the last token is always computed
-        self.ctx._current_session().leftovers.settle()  # a chunk counts as read when its lock is released
+        self.ctx.settle()  # a chunk counts as read when its lock is released
         if kv is None:
             self.engine.store_prefix(self.ctx, prompt, salt)
             kv = self.engine.prefill(prompt[:-1])

@@ -9,7 +9,10 @@ import torch
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from kvdata.edits.rope import Rope
 from kvdata.engines.huggingface import HuggingFaceEngine
+from kvdata.models.kv_autoencoder import KVAutoencoder
+from kvdata.models.low_rank import whitened_basis
 
 CHARACTERS = sorted(set(string.printable) - set("\t\r\x0b\x0c"))  # 96 of them
 
@@ -55,3 +58,11 @@ def windows(count: int, tokens: int, following: int, seed: int) -> list[dict]:
         {"tokens": row[:tokens], "continuation": row[tokens:], "meta": {"name": f"document <{i % 2}>"}}
         for i, row in enumerate(ids)
     ]
+
+
+def tiny_autoencoder(engine: HuggingFaceEngine) -> KVAutoencoder:
+    """Of 8 bits a number, along the axes there are."""
+    model = KVAutoencoder(3, 2, 8, Rope.from_config(engine.config), sinks=4)
+    axes = torch.eye(16).expand(2, 3, 16, 16)
+    model.initialise(whitened_basis(axes, axes), torch.zeros(2, 3, 16), torch.full((2, 3, 16), 8))
+    return model

@@ -83,11 +83,11 @@ def times(results: Sequence[Result]) -> Any:
     figure = make_subplots(
         rows=1, cols=len(keeps), shared_yaxes=True, subplot_titles=[f"keep {keep:g}" for keep in keeps]
     )
-    names = [r.policy for r in _ordered(results, keeps[0])]
+    names = [*dict.fromkeys(r.policy for keep in keeps for r in _ordered(results, keep))]
     for column, keep in enumerate(keeps, start=1):
         rows = {r.policy: r for r in results if r.keep == keep}
         for part, colour in zip(_PARTS, _BUDGET_COLOURS, strict=False):
-            values = [1000 * rows[name].seconds.get(part, 0) for name in names]
+            values = [1000 * rows[name].seconds.get(part, 0) if name in rows else None for name in names]
             bar = go.Bar(y=names, x=values, orientation="h", name=part, marker_color=colour, showlegend=column == 1)
             figure.add_trace(bar, row=1, col=column)
     figure.update_layout(barmode="stack")

@@ -31,8 +31,8 @@ def print_results(results: Sequence[Result], comparisons: Sequence[Comparison], 
     full = next(r for r in results if r.policy == FULL)
     console.print(f"[bold]{title}[/bold]\nfull cache: {_full(full)}", highlight=False)
     for keep in budgets(results):
-        first = next(r for r in results if r.keep == keep)
-        table = _table(f"keep {keep:g}: {first.kept_tokens} tokens, {_megabytes(first)} a window", columns)
+        dropped = min((r for r in results if r.keep == keep), key=lambda r: r.kept_tokens)
+        table = _table(f"keep {keep:g}: {dropped.kept_tokens} tokens, {_megabytes(dropped)} a window", columns)
         _fill(table, results, keep, columns)
         console.print(table)
     for found in comparisons:
