@@ -14,7 +14,7 @@ import pytest
 def test_the_demo_runs_twice_into_one_folder_and_its_counters_add_up(tmp_path):
     command = [sys.executable, "-m", "training.demo", "--out", str(tmp_path / "out")]
     command += ["--train", "4", "--held-out", "2", "--epochs", "1"]
-    before = set(Path("/dev/shm").glob("lmcache_l1_pool_kvdata-*"))
+    before = set(Path("/dev/shm").glob("lmcache_l1_pool_kvdata-[0-9]*"))
     for _ in range(2):
         done = subprocess.run(command, capture_output=True, text=True, timeout=180)
         assert done.returncode == 0, done.stdout + done.stderr
@@ -39,4 +39,4 @@ def test_the_demo_runs_twice_into_one_folder_and_its_counters_add_up(tmp_path):
     assert (tmp_path / "out" / "report.png").stat().st_size > 10_000
     assert len((tmp_path / "out" / "manifest.jsonl").read_text().splitlines()) == 12 * windows
     assert (tmp_path / "out" / "logs" / "metrics.csv").exists()
-    assert set(Path("/dev/shm").glob("lmcache_l1_pool_kvdata-*")) <= before
+    assert set(Path("/dev/shm").glob("lmcache_l1_pool_kvdata-[0-9]*")) <= before

@@ -193,6 +193,7 @@ def interrupted(url: str, http_url: str, manifest: str) -> None:
             print("here", flush=True)
             time.sleep(60)
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     source = list(range(5_000_000, 5_000_128))
     batches = [[CacheWrite(random_kv(64), source, f"number{number}")] for number in range(2)]
     writer = KVCacheWriter(Connection(url, http_url, "unit/model", 30.0, LAYOUT), manifest)
