@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
+from contextlib import suppress
+
 import pytest
 
-from kvdata.errors import KVCacheSDKError
+from kvdata.errors import KVCacheSDKError, StoreConflict
 from tests.faults.checks import in_time
 from tests.faults.proxy import PATIENCE, answered, double, drop, flipped, swapped, truncated
 
@@ -82,6 +85,12 @@ def test_a_reservation_that_is_never_told(impatient_place, corpus, fault):
     with other.lease(new) as chunks:
         assert len(chunks) * impatient_place.server.chunk_size == half  # it is there, and nobody else's
         assert other.lookup(new) == half
+    deadline = time.monotonic() + PATIENCE
+    while other.lookup(new) < len(new):
+        assert time.monotonic() < deadline, "still reserved"
+        with suppress(StoreConflict):
+            other.store(kv, new)
+    corpus.check_all_visible([new])
     corpus.works_again(ctx)
 
 
