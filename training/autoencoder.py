@@ -55,7 +55,7 @@ class Autoencoder(Recipe):
         window: int = 0,
         sampled_queries: int = 32,
         calibrated_on: int = 64,
-        learning_rate: float = 1e-3,
+        learning_rate: float = 1e-6,
         weight_decay: float = 0.0,
         warmup_steps: int = 10,
     ) -> None:
