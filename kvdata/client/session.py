@@ -101,7 +101,7 @@ class Session:
                 self._check_pool(predecessor)
         except BaseException:
             if left is not None and self._registered and self._rpc is not None and self._rpc.lost():
-                left.append((self.info.incarnation, Call("unregister", (self.instance_id,))))
+                left.append((self.info.incarnation, self._unregister()))
             self.close()
             raise
 
@@ -147,6 +147,7 @@ class Session:
         return self.told(operation, self.call_many([Call(operation, args)], result, deadline)[0])
 
     def wire(self, operation: str) -> Rpc:
+        """The connection; `ConnectionLost` names the operation where it was closed."""
         if self._rpc is None:
             raise ConnectionLost(f"{operation}: the connection to {self.connection.url} was closed; call again")
         return self._rpc
@@ -248,12 +249,15 @@ class Session:
         if rpc is not None:
             # Un-registering publishes a pending reservation as if it were written; left alone, it expires.
             if self._registered and not self.claims:
-                self.leftovers.give_back([Call("unregister", (self.instance_id,))])
+                self.leftovers.give_back([self._unregister()])
             self.leftovers.last_chance()
             rpc.close()
         self.http.close()
         if self.pool is not None:
             self.pool.close()
+
+    def _unregister(self) -> Call:
+        return Call("unregister", (self.instance_id,))
 
     def _hand_over(self, rpc: Rpc, successor: Session | None) -> None:
         """What cannot be given back over this connection, before this instance is un-registered: it is in its name."""
@@ -270,7 +274,7 @@ class Session:
                 return  # another server has taken the place of this one: it knows nothing of it
             if self._registered and not self.claims:
                 self._registered = False
-                owed.append(Call("unregister", (self.instance_id,)))
+                owed.append(self._unregister())
         successor.leftovers.give_back(owed)
 
     def _check_peer(self, deadline: Deadline) -> None:

@@ -7,7 +7,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,7 +15,7 @@ import torch
 
 from kvdata import Connection, KVCacheContext, KVLayout
 from kvdata.client.leftovers import CLEANUP_SECONDS
-from kvdata.errors import KVCacheSDKError
+from kvdata.errors import KVCacheSDKError, StoreConflict
 from tests.conformance.conftest import check_clean, fresh_tokens, random_kv
 from tests.faults.proxy import PATIENCE, Proxy
 from tests.faults.web import WebProxy
@@ -115,6 +115,14 @@ class Corpus:
         tokens, kv = self.fresh(chunks)
         assert ctx.store(kv, tokens) is True
         return tokens
+
+    def store_once_free(self, ctx: KVCacheContext, tokens: list[int], kv: torch.Tensor) -> None:
+        """Store what is reserved still: it is free when the server's time-out has passed."""
+        deadline = time.monotonic() + PATIENCE
+        while ctx.lookup(tokens) < len(tokens):
+            assert time.monotonic() < deadline, "still reserved"
+            with suppress(StoreConflict):
+                ctx.store(kv, tokens)
 
     def check(self, tokens: list[int], kv: torch.Tensor | None) -> bool:
         """Whether something was found; `AssertionError` when it is not exactly what was stored."""

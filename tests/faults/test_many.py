@@ -177,10 +177,6 @@ def test_a_connection_that_breaks_under_a_reservation(impatient_place, corpus):
     gate.open()
     with suppress(StoreConflict):  # unless the time-out passes within the call
         called.result(PATIENCE)
-    deadline = time.monotonic() + PATIENCE
-    while ctx.lookup(tokens) < len(tokens):
-        assert time.monotonic() < deadline
-        with suppress(StoreConflict):
-            ctx.store(kv, tokens)
+    corpus.store_once_free(ctx, tokens, kv)
     corpus.check_all_visible([tokens])
     corpus.works_again(ctx)

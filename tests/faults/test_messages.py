@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import time
-from contextlib import suppress
-
 import pytest
 
-from kvdata.errors import KVCacheSDKError, StoreConflict
+from kvdata.errors import KVCacheSDKError
 from tests.faults.checks import in_time
 from tests.faults.proxy import PATIENCE, answered, double, drop, flipped, swapped, truncated
 
@@ -85,11 +82,7 @@ def test_a_reservation_that_is_never_told(impatient_place, corpus, fault):
     with other.lease(new) as chunks:
         assert len(chunks) * impatient_place.server.chunk_size == half  # it is there, and nobody else's
         assert other.lookup(new) == half
-    deadline = time.monotonic() + PATIENCE
-    while other.lookup(new) < len(new):
-        assert time.monotonic() < deadline, "still reserved"
-        with suppress(StoreConflict):
-            other.store(kv, new)
+    corpus.store_once_free(other, new, kv)
     corpus.check_all_visible([new])
     corpus.works_again(ctx)
 
