@@ -5,15 +5,11 @@ Axes: ``2`` K/V, ``L`` layers, ``T`` tokens, ``D = num_kv_heads * head_dim``.
 
 from __future__ import annotations
 
-import os
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from multiprocessing.util import Finalize
+from dataclasses import asdict
 from types import TracebackType
-from typing import TypeVar
 
 import torch
 
@@ -22,46 +18,24 @@ from kvdata.client.connection import Connection
 from kvdata.client.deadline import Deadline
 from kvdata.client.naming import named
 from kvdata.client.reading import Lease, Leases, gather, views
-from kvdata.client.rpc import Call
 from kvdata.client.selection import WHOLE, Index, Selection
 from kvdata.client.session import Session
+from kvdata.client.sessions import Sessions, Stats
 from kvdata.client.storing import StoreReport, store_chunks
 from kvdata.client.transfer import Vanished
 from kvdata.client.verify import Model, Verification, verify
 from kvdata.errors import (
     CacheLocked,
-    ConnectionLost,
     GeometryMismatch,
     InvalidRequest,
     LeaseLost,
     ServerError,
-    ServerTimeout,
 )
 from kvdata.layout import KVLayout
 from kvdata.wire.keys import Tokens, check_salt, token_list
 
-T = TypeVar("T")
-
 _POLL_SECONDS = 0.05
 _RELEASE_SECONDS = 0.3
-_ATTEMPTS = 3
-
-
-@dataclass
-class Stats:
-    """Counters of one context since it was made."""
-
-    lookups: int = 0
-    hits: int = 0
-    partial_hits: int = 0
-    misses: int = 0
-    retrieved_tokens: int = 0
-    retrieved_bytes: int = 0
-    stores: int = 0
-    stored_chunks: int = 0
-    deduplicated_chunks: int = 0
-    stored_bytes: int = 0
-    handshakes: int = 0
 
 
 class KVCacheContext:
@@ -77,35 +51,18 @@ class KVCacheContext:
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
         self.last_store: StoreReport | None = None
-        self._reset()
-        self._layout: KVLayout | None = connection.layout
-
-    def _reset(self) -> None:
-        self._pid = os.getpid()
-        self._lock = threading.RLock()
-        self._session: Session | None = None
-        self._before: Session | None = None  # the last one that there was
-        self._finalizer: Finalize | None = None
-        self._aside: list[tuple[Session, Finalize]] = []  # of a server that does not answer: not closed yet
-        self._left: list[tuple[str | None, Call]] = []  # by handshakes that broke off
-        self._used = time.monotonic()
-        self._closed = False
-        self._stats = Stats()
+        self._sessions = Sessions(connection)
 
     # -- life cycle ---------------------------------------------------------------------------------
 
     def open(self) -> KVCacheContext:
         """Shake hands now instead of at first use."""
-        self._current_session()
+        self._sessions.current()
         return self
 
     def close(self) -> None:
         """Un-register and close. Later calls raise `InvalidRequest`; closing twice is harmless."""
-        if self._pid == os.getpid():
-            with self._lock:
-                self._closed = True
-                self._drop_session()
-                self._close_aside()
+        self._sessions.close()
 
     def __enter__(self) -> KVCacheContext:
         return self.open()
@@ -121,12 +78,12 @@ class KVCacheContext:
     @property
     def layout(self) -> KVLayout:
         """Geometry and packing of the model's cache."""
-        return self._current_session().layout
+        return self._sessions.current().layout
 
     @property
     def chunk_size(self) -> int:
         """Tokens in one of the server's chunks; only whole chunks are stored and found."""
-        return self._current_session().chunk_size
+        return self._sessions.current().chunk_size
 
     def whole_chunks(self, tokens: Tokens) -> int:
         """How many leading tokens of ``tokens`` fill whole chunks: as many can be cached."""
@@ -135,7 +92,7 @@ class KVCacheContext:
     @property
     def transfer(self) -> str:
         """How chunks travel: the name of the shared-memory pool, or pickles. For people; code need not care."""
-        pool = self._current_session().pool
+        pool = self._sessions.current().pool
         return f"shared memory {pool.path.name}, {pool.size:,} bytes" if pool else "pickles over ZMQ"
 
     def stats(self) -> dict[str, int]:
@@ -268,9 +225,7 @@ class KVCacheContext:
 
         A read does not wait for that: the server does it while this process goes on. Never raises.
         """
-        with self._lock:
-            if self._session is not None:
-                self._session.leftovers.settle()
+        self._sessions.settle()
 
     # -- writing ------------------------------------------------------------------------------------
 
@@ -305,7 +260,7 @@ class KVCacheContext:
                 )
             return store_chunks(session, kv, ids, cache_salt, deadline)
 
-        report = self.last_store = self._attempt("store", attempt)
+        report = self.last_store = self._sessions.attempt("store", attempt)
         self._stats.stores += 1
         self._stats.stored_chunks += report.stored
         self._stats.deduplicated_chunks += report.deduplicated
@@ -325,11 +280,11 @@ class KVCacheContext:
             request = session.request(ids, cache_salt)  # only names the chunks; nothing is opened by it
             return admin.delete(session, request, range(request.chunks)) if request.chunks else (0, 0)
 
-        deleted, locked = self._attempt("delete", attempt)
+        deleted, locked = self._sessions.attempt("delete", attempt)
         patience = Deadline(_RELEASE_SECONDS)
         while locked and patience.remaining():  # a reader that has just finished is not waited for by anybody else
             time.sleep(_POLL_SECONDS)
-            more, locked = self._attempt("delete", attempt)
+            more, locked = self._sessions.attempt("delete", attempt)
             deleted += more
         if locked:
             said = f"{locked} chunks are being read and were kept ({deleted} deleted); delete again later"
@@ -341,100 +296,11 @@ class KVCacheContext:
         """Compare a cached prefix with a forward of ``model``; see `kvdata.client.verify.verify`."""
         return verify(self.connection, model, _checked(tokens, cache_salt), cache_salt)
 
-    # -- sessions -----------------------------------------------------------------------------------
+    # -- beneath both -------------------------------------------------------------------------------
 
-    def _current_session(self, deadline: Deadline | None = None) -> Session:
-        deadline = deadline or Deadline(self.connection.timeout)
-        with named("connect", self.connection), self._held("connect", deadline) as session:
-            return session
-
-    @contextmanager
-    def _held(self, operation: str, deadline: Deadline) -> Iterator[Session]:
-        """The session, which is not closed inside the block."""
-        if self._pid != os.getpid():
-            self._reset()  # the parent's sockets and locks are not ours
-        if not self._lock.acquire(timeout=deadline.remaining()):
-            raise ServerTimeout(
-                f"{operation}: another thread was connecting to {self.connection.url} for {deadline.seconds:g} s; see "
-                "the server's log"
-            )
-        try:
-            session = self._connected(deadline)
-            session.hold()
-        finally:
-            self._lock.release()
-        try:
-            yield session
-        finally:
-            session.release()
-
-    def _connected(self, deadline: Deadline) -> Session:
-        """The session, after a handshake if there is none that is good. The caller holds the lock."""
-        if self._closed:
-            raise InvalidRequest("this context is closed; connect again")
-        if self._session is not None and not self._awake(self._session, deadline):
-            self._set_aside()
-        if self._session is None:
-            self._session = session = Session(self.connection, self._layout, self._before, deadline, self._left)
-            self._before = session
-            self._layout = session.layout
-            self._stats.handshakes += 1
-            # atexit does not run in forked DataLoader workers; multiprocessing's finalizers do.
-            self._finalizer = Finalize(self, session.end, exitpriority=10)
-            left, run = list(self._left), session.info.incarnation
-            self._left.clear()
-            session.leftovers.give_back([call for of, call in left if run is not None and of == run])
-            self._close_aside(session)
-        self._session.leftovers.finish(Deadline(0))
-        self._used = time.monotonic()
-        return self._session
-
-    def _awake(self, session: Session, deadline: Deadline) -> bool:
-        """Whether it can be used, after a sign of life where the server might forget it soon."""
-        usable = session.usable()
-        if usable and time.monotonic() - self._used > session.info.grace_seconds / 2:
-            session.refresh(deadline)
-            usable = session.usable()
-        return usable
-
-    def _set_aside(self) -> None:
-        """Put the session away. What a server has not read yet of a connection is lost when that is closed."""
-        session, finalizer = self._session, self._finalizer
-        self._session = self._finalizer = None
-        if session is not None and finalizer is not None:
-            self._aside.append((session, finalizer))
-
-    def _close_aside(self, successor: Session | None = None) -> None:
-        """Close them, now that the server answers again, or that this context ends."""
-        while self._aside:
-            session, finalizer = self._aside.pop()
-            finalizer.cancel()
-            session.close(successor)
-
-    def _drop_session(self) -> None:
-        session, self._session = self._session, None
-        if self._finalizer is not None:
-            self._finalizer.cancel()
-        if session is not None:
-            session.close()
-
-    def _attempt(self, operation: str, action: Callable[[Session, Deadline], T]) -> T:
-        """Run ``action``; again when the server turned out to have gone away, restarted or lost chunks meanwhile."""
-        deadline = Deadline(self.connection.timeout)
-        with named(operation, self.connection):
-            for left in reversed(range(_ATTEMPTS)):
-                try:
-                    with self._held(operation, deadline) as session:
-                        return action(session, deadline)
-                except (ConnectionLost, Vanished) as exc:
-                    if deadline.remaining() and left:
-                        continue
-                    if isinstance(exc, ConnectionLost) and deadline.remaining():
-                        raise
-                    raise ServerTimeout(
-                        f"{operation}: {exc} ({_ATTEMPTS - left} times within {deadline.seconds:g} s); retry later"
-                    ) from exc
-        raise AssertionError("unreachable")
+    @property
+    def _stats(self) -> Stats:
+        return self._sessions.stats
 
     def _confirm(self, leases: Leases) -> None:
         """`LeaseLost` unless the server says that what was leased was there until now."""
@@ -474,7 +340,7 @@ class KVCacheContext:
                 raise
             return leases
 
-        leases = self._attempt(operation, attempt)
+        leases = self._sessions.attempt(operation, attempt)
         self._count(leases.each)
         return leases
 

@@ -218,7 +218,7 @@ def test_threads_that_give_up_do_not_close_a_connection_in_use(place, corpus):
     gate = place.proxy.gate("before", "commit_store")
     writing = beside(lambda: ctx.store(kv, tokens))
     gate.wait()
-    ctx._current_session().mark_stale()  # as a time-out of another thread does
+    ctx._sessions.current().mark_stale()  # as a time-out of another thread does
     assert corpus.check(there, ctx.retrieve(there))
     corpus.check_all_visible([there])
     assert not writing.done()

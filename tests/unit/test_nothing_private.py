@@ -149,7 +149,7 @@ class Provocation:
     def ConnectionLost(self) -> Iterator[Callable[[], object]]:
         with self.small.connect() as ctx:
             ctx.store(cache(), tokens := prompt())
-            session = ctx._current_session()
+            session = ctx._sessions.current()
             with suppress(LeaseLost), ctx.lease(tokens):
                 yield lambda: (session.pool.path.unlink(), check_pool(session, "retrieve"))
 
