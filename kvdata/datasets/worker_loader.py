@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -44,4 +45,17 @@ class KVDataLoader(Resumable, DataLoader[Any]):
         DataLoader.__init__(self, dataset, sampler=sampler, collate_fn=collate_fn, **options)
 
     def __iter__(self) -> Any:
-        return self.sampler.taken(DataLoader.__iter__(self))
+        return self.sampler.taken(_without_cycles(DataLoader.__iter__(self)))
+
+
+def _without_cycles(batches: Iterator[Any]) -> Iterator[Any]:
+    """The same batches; after an error their iterator is freed with it.
+
+    PyTorch raises a worker's error from a frame that refers to it. That keeps the iterator until some garbage collection
+    which then waits 5 s for each worker, wherever it happens to run: inside a call with a deadline, say.
+    """
+    try:
+        yield from batches
+    except Exception as exc:
+        traceback.clear_frames(exc.__traceback__)
+        raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import threading
 import time
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from kvdata import KVCacheDataset, collate, worker_init_fn
-from kvdata.datasets import KVBatchSampler, KVLoader, ring
+from kvdata.datasets import KVBatchSampler, KVDataLoader, KVLoader, ring
 from kvdata.datasets.buffers import Buffers
 from kvdata.errors import InvalidRequest, MissingKV, ServerUnreachable
 from tests.unit.conftest import fresh_tokens, random_kv
@@ -168,6 +169,23 @@ def test_errors_are_raised_at_their_place(filled):
     for wrong in ({"threads": 0}, {"prefetch": 0}):
         with pytest.raises(InvalidRequest):
             KVLoader(dataset, **wrong)
+
+
+def test_workers_end_with_the_error_of_one(filled):
+    """And not at a garbage collection, which would wait for them wherever it happens to run."""
+    dataset, caches = filled
+    with dataset.connection.connect() as ctx:
+        ctx.delete(dataset.prefixes[1].tokens)
+    gc.collect()
+    gc.disable()
+    try:
+        batches = iter(KVDataLoader(dataset, batch_size=1, num_workers=2))
+        assert_exact(next(batches), caches)
+        with pytest.raises(MissingKV, match="prefix 1"):
+            next(batches)
+        assert not multiprocessing.active_children()
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("limit", [None, 10])
