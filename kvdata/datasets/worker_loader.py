@@ -51,8 +51,8 @@ class KVDataLoader(Resumable, DataLoader[Any]):
 def _without_cycles(batches: Iterator[Any]) -> Iterator[Any]:
     """The same batches; after an error their iterator is freed with it.
 
-    PyTorch raises a worker's error from a frame that refers to it. That keeps the iterator until some garbage collection
-    which then waits 5 s for each worker, wherever it happens to run: inside a call with a deadline, say.
+    PyTorch raises a worker's error from a frame that refers to it. That keeps the iterator until some garbage
+    collection, which waits 5 s for each worker wherever it happens to run: inside a call with a deadline, say.
     """
     try:
         yield from batches
