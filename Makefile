@@ -24,6 +24,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 EXTRAS := server,train,hf,eval,snapshot,dev
+# Tests wait more than they compute, for servers and time-outs; those of a file share its servers.
+TWO := --numprocesses 2 --dist loadfile
 
 .PHONY: setup demo test lmcache live conformance faults soak check format bench clean
 
@@ -42,7 +44,7 @@ demo: $(READY)
 	$(BIN)/python -m $(if $(filter lmcache,$(SERVER)),tests.live.stack demo,training.demo)
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(TWO)
 
 # Builds the environment of a real LMCache server and prints the path of its command.
 lmcache: $(READY)
@@ -58,7 +60,7 @@ conformance: $(READY)
 
 faults: $(READY)
 	commands="$$($(BIN)/python -m tests.live.environments $(or $(RELEASES:%=lmcache-%),lmcache))" && \
-	$(BIN)/python -m pytest tests/faults --long --timeout 300 --lmcache "$$commands"
+	$(BIN)/python -m pytest $(TWO) tests/faults --long --timeout 300 --lmcache "$$commands"
 
 soak: $(READY)
 	server="$(if $(filter embedded,$(SERVER)),embedded,$$($(BIN)/python -m tests.live.environments lmcache))" && \

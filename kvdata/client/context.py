@@ -49,9 +49,17 @@ class KVCacheContext:
     """
 
     def __init__(self, connection: Connection) -> None:
-        self.connection = connection
         self.last_store: StoreReport | None = None
         self._sessions = Sessions(connection)
+
+    @property
+    def connection(self) -> Connection:
+        """Where the server is, and how much time its calls have. One with another time-out holds for later calls."""
+        return self._sessions.connection
+
+    @connection.setter
+    def connection(self, connection: Connection) -> None:
+        self._sessions.connection = connection
 
     # -- life cycle ---------------------------------------------------------------------------------
 

@@ -48,11 +48,12 @@ class Sessions:
         connection: where the server is and which model is meant.
 
     Attributes:
+        connection: the same, or what replaced it.
         stats: what the context's operations and its handshakes did in this process.
     """
 
     def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+        self.connection = connection
         self._layout = connection.layout
         self._begin()
 
@@ -70,14 +71,14 @@ class Sessions:
 
     def current(self) -> Session:
         """The session, within the connection's time-out."""
-        deadline = Deadline(self._connection.timeout)
-        with named("connect", self._connection), self._held("connect", deadline) as session:
+        deadline = Deadline(self.connection.timeout)
+        with named("connect", self.connection), self._held("connect", deadline) as session:
             return session
 
     def attempt(self, operation: str, action: Callable[[Session, Deadline], T]) -> T:
         """Run ``action``; again when the server turned out to have gone away, restarted or lost chunks meanwhile."""
-        deadline = Deadline(self._connection.timeout)
-        with named(operation, self._connection):
+        deadline = Deadline(self.connection.timeout)
+        with named(operation, self.connection):
             for left in reversed(range(_ATTEMPTS)):
                 try:
                     with self._held(operation, deadline) as session:
@@ -118,7 +119,7 @@ class Sessions:
             self._begin()  # the parent's sockets and locks are not ours
         if not self._lock.acquire(timeout=deadline.remaining()):
             raise ServerTimeout(
-                f"{operation}: another thread was connecting to {self._connection.url} for {deadline.seconds:g} s; see "
+                f"{operation}: another thread was connecting to {self.connection.url} for {deadline.seconds:g} s; see "
                 "the server's log"
             )
         try:
@@ -138,7 +139,7 @@ class Sessions:
         if self._session is not None and not self._awake(self._session, deadline):
             self._set_aside()
         if self._session is None:
-            self._session = session = Session(self._connection, self._layout, self._before, deadline, self._left)
+            self._session = session = Session(self.connection, self._layout, self._before, deadline, self._left)
             self._before = session
             self._layout = session.layout
             self.stats.handshakes += 1

@@ -120,7 +120,7 @@ def test_an_engine_that_comes_back_keeps_its_own_layout(embedded, engine, monkey
         assert torch.equal(ctx.retrieve(tokens), kv)
         assert clients(embedded) == ["served/model"]
         back = Engine(embedded, "served/model", monkeypatch)
-        ctx._used -= 3600  # as if it had been idle for an hour
+        ctx._sessions._used -= 3600  # as if it had been idle for an hour
         assert torch.equal(ctx.retrieve(tokens), kv)
         assert [name.split("/")[0] for name in clients(embedded)] == ["kvdata"]
     back.stop()

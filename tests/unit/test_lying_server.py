@@ -174,7 +174,7 @@ def test_whatever_slots_are_mapped_lie_in_the_pool_and_apart(ctx, data):
     length = st.one_of(st.just(LENGTH), numbers)
     dtype = st.sampled_from(["bfloat16", "uint8", "float16", "", "torch.bfloat16"])
     slots = data.draw(st.lists(st.builds(Slot, numbers, length, st.just([]), dtype), max_size=4))
-    session = ctx._current_session()
+    session = ctx._sessions.current()
     try:
         views = _map_slots(session, slots)
     except ProtocolError:

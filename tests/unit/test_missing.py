@@ -156,8 +156,8 @@ def test_transient_errors_are_tried_again_and_counted(at_once, connection, promp
 
         return maybe
 
-    for name in ("_current_session", "retrieve_many"):  # also where only the handshake fails
-        monkeypatch.setattr(data.context, name, flaky(getattr(data.context, name)))
+    for of, name in ((data.context._sessions, "current"), (data.context, "retrieve_many")):  # also the handshake alone
+        monkeypatch.setattr(of, name, flaky(getattr(of, name)))
     assert torch.equal(data[0]["kv"], cache_of(prompts[0]))
     assert data.stats()["retries"] == 2
     errors[:] = [ServerTimeout("slow")] * 3
