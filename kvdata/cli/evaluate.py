@@ -55,6 +55,10 @@ def evaluate(
             help="A trained KVAutoencoder, compared at its share of the bytes.",
         ),
     ] = None,
+    cartridge: Annotated[
+        Optional[list[Path]],  # noqa: UP045
+        typer.Option(exists=True, dir_okay=False, help="A trained Cartridge; one for each document of the file."),
+    ] = None,
     keep: Annotated[str, typer.Option(help="Shares of tokens kept.")] = "0.5,0.25",
     splits: Annotated[
         Optional[Path],  # noqa: UP045
@@ -104,7 +108,8 @@ def evaluate(
     computes = fast_dtype() if dtype == "auto" else parse_dtype(dtype)
     engine = load_model(model, computes)
     names = None if policies is None else [name for name in policies.split(",") if name]
-    methods = methods_named(engine.config, engine.layout.num_kv_heads, names, scorer or [], autoencoder or [])
+    trained = (scorer or [], autoencoder or [], cartridge or [])
+    methods = methods_named(engine.config, engine.layout.num_kv_heads, names, *trained)
     keeps = _shares(keep)
     dataset = KVCacheDataset(
         records[:limit],

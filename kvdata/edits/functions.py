@@ -327,14 +327,19 @@ def cartridge(path: str | Path, config: Mapping[str, Any], revision: str | None 
         GeometryMismatch: the cartridge is that of another model.
         InvalidRequest: the file is no cartridge, or was saved before it had a document.
     """
+    trained, weights = cartridge_model(path, config)
+    keep = trained.slots / trained.source_tokens
+    return Edit(CartridgeMethod(trained), Rope.from_config(config), _kv_heads(config), keep, revision or weights)
+
+
+def cartridge_model(path: str | Path, config: Mapping[str, Any]) -> tuple[Cartridge, str]:
+    """A `Cartridge` and the revision of its weights; arguments and errors as `cartridge`."""
     trained = Cartridge.load(path)
-    rope, heads = Rope.from_config(config), _kv_heads(config)
-    if (trained.num_kv_heads, trained.head_dim) != (heads, rope.head_dim):
+    if (trained.num_kv_heads, trained.head_dim) != (_kv_heads(config), Rope.from_config(config).head_dim):
         raise GeometryMismatch(f"{path} was trained for a model with other heads than this config's")
     if not trained.source:
         raise InvalidRequest(f"{path} stands for no document yet; train it first")
-    keep = trained.slots / trained.source_tokens
-    return Edit(CartridgeMethod(trained), rope, heads, keep, revision or weights_revision(trained))
+    return trained, weights_revision(trained)
 
 
 def weights_revision(model: nn.Module) -> str:

@@ -14,7 +14,7 @@ from kvdata.client.context import KVCacheContext
 from kvdata.datasets.prefixes import Prefixes
 from kvdata.evaluation.decoding import Arm
 from kvdata.evaluation.live_scoring import live_results
-from kvdata.evaluation.methods import Method, takes
+from kvdata.evaluation.methods import Method, for_any_prefix, takes
 from kvdata.evaluation.report import print_costs, print_live, print_results, save_csv, save_html, save_json, save_plot
 from kvdata.evaluation.report.documents import document_of
 from kvdata.evaluation.results import comparisons, summarise
@@ -71,7 +71,7 @@ class EvaluationFolder:
             decoded: from `decode_live`.
         """
         rows = chosen(self.rows, len(windows), methods, keeps)
-        found = summarise(rows, chosen(self.passkey, prompts, methods, keeps))
+        found = summarise(rows, chosen(self.passkey, prompts, for_any_prefix(methods), keeps))
         compared = comparisons(rows)
         live = live_results(chosen(self.live, live_windows, methods, keeps), decoded or {}) if live_windows else []
         title = f"KV cache compression of {self.settings['model']}"

@@ -5,18 +5,21 @@ Axes: ``2`` K/V, ``L`` layers, ``T`` tokens, ``K`` kept tokens, ``D = num_kv_hea
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from blake3 import blake3
 from torch import Tensor
 
-from kvdata.edits.functions import SINKS, WINDOW, autoencoder_model, scorer_policy
+from kvdata.edits.address import source_digest
+from kvdata.edits.functions import SINKS, WINDOW, autoencoder_model, cartridge_model, scorer_policy
 from kvdata.edits.policies import POLICIES, Policy, Sees, Source, apply_policy
 from kvdata.edits.rope import Rope
-from kvdata.errors import InvalidRequest
+from kvdata.errors import InvalidRequest, OtherSource
 from kvdata.evaluation.runs import FULL
+from kvdata.models.cartridge import Cartridge
 from kvdata.models.kv_autoencoder import KVAutoencoder
 
 
@@ -36,6 +39,10 @@ class Method(Protocol):
 
     @property
     def trained(self) -> bool: ...
+
+    @property
+    def documents(self) -> frozenset[str] | None:
+        """`source_digest` of the prefixes that it has a cache for; None where it compresses any."""
 
     def share(self, tokens: int) -> float | None:
         """Of the bytes of so many tokens, where it makes caches of one size only; None: as is asked for."""
@@ -58,6 +65,7 @@ class Dropping:
     revision: str = "r1"
     sinks: int = SINKS
     window: int = WINDOW
+    documents: frozenset[str] | None = None
 
     @property
     def name(self) -> str:
@@ -94,6 +102,7 @@ class Encoding:
     revision: str
     sees: Sees = Sees.CACHE
     trained: bool = True
+    documents: frozenset[str] | None = None
 
     def share(self, tokens: int) -> float | None:
         return self.autoencoder.ratio(tokens)
@@ -103,14 +112,63 @@ class Encoding:
         return restored
 
 
+class Replacing:
+    """Cartridges as a method: each stands for one document, whose cache its slots replace.
+
+    Args:
+        cartridges: one for each document that is evaluated, all of so many slots.
+        revision: of all of them.
+    """
+
+    name = "cartridge"
+    sees = Sees.CACHE
+    trained = True
+
+    def __init__(self, cartridges: Sequence[Cartridge], revision: str) -> None:
+        self._of = {cartridge.source: cartridge for cartridge in cartridges}
+        self._slots, *others = sorted({cartridge.slots for cartridge in cartridges})
+        if others:
+            raise InvalidRequest(f"cartridges of {self._slots} and {others} slots cannot be compared at one budget")
+        if len(self._of) < len(cartridges):
+            raise InvalidRequest("two cartridges stand for the same document; give one of them")
+        self.revision = revision
+        self.documents: frozenset[str] | None = frozenset(self._of)
+
+    def share(self, tokens: int) -> float | None:
+        return self._slots / tokens
+
+    def compress(self, kv: Tensor, keep: int, source: Source) -> Tensor:
+        """Raises `OtherSource` for a document that none of the cartridges stands for."""
+        ids = source.tokens or ()
+        check_document(self, ids)
+        return self._of[source_digest(ids)].slots_as(kv.dtype)
+
+
+def check_document(method: Method, ids: Sequence[int]) -> None:
+    """`OtherSource` where a method has no cache for this prefix."""
+    if method.documents is not None and (digest := source_digest(ids)) not in method.documents:
+        raise OtherSource(
+            f"no {method.name} stands for the prefix of {len(ids)} tokens with digest {digest}; train one, or evaluate "
+            "a prefix file that holds only the documents that have one"
+        )
+
+
+def for_any_prefix(methods: Iterable[Method]) -> list[Method]:
+    """Those that compress whatever comes, such as passkey prompts."""
+    return [method for method in methods if method.documents is None]
+
+
 def methods_named(
     config: Mapping[str, Any],
     num_kv_heads: int,
     names: Iterable[str] | None = None,
     scorers: Iterable[Path] = (),
     autoencoders: Iterable[Path] = (),
+    cartridges: Iterable[Path] = (),
 ) -> list[Method]:
     """Policies by name (default: all of them), and trained modules by file, each under its file's name.
+
+    Cartridges are one method together.
 
     Raises:
         InvalidRequest: an unknown name, a name that is there twice, or a file that holds something else.
@@ -128,6 +186,9 @@ def methods_named(
     for file in autoencoders:
         model, revision = autoencoder_model(file, config)
         methods.append(Encoding(model, file.stem, revision))
+    if loaded := [cartridge_model(file, config) for file in cartridges]:
+        revisions = sorted(revision for _, revision in loaded)
+        methods.append(Replacing([model for model, _ in loaded], blake3("".join(revisions).encode()).hexdigest(4)))
     all_names = [FULL, *(method.name for method in methods)]
     if twice := sorted({name for name in all_names if all_names.count(name) > 1}):
         raise InvalidRequest(f"two methods are named {', '.join(twice)}; rename a file, or ask for it once")

@@ -14,7 +14,7 @@ from kvdata.edits.rope import Rope
 from kvdata.errors import InvalidRequest
 from kvdata.evaluation.continuations import CUE, continuations
 from kvdata.evaluation.measure import Reference
-from kvdata.evaluation.methods import Method, kept_tokens, takes
+from kvdata.evaluation.methods import Method, check_document, kept_tokens, takes
 from kvdata.evaluation.runs import FULL, Key, Row, Rows
 from kvdata.evaluation.subject import Engine, Subject
 from kvdata.evaluation.writing import Job, by_size, through_server
@@ -41,6 +41,7 @@ def evaluate(
     Raises:
         InvalidRequest: a window without a continuation of two tokens, a budget that is no share or not below the
             window, or two that are the same number of chunks.
+        OtherSource: a method has no cache for a window's document.
         MissingKV: the server does not hold a window.
         StoreConflict, ServerError: as `kvdata.evaluation.writing.through_server`.
     """
@@ -99,6 +100,8 @@ def _groups(
         if len(record.continuation) < 2:
             raise InvalidRequest(f"window {place} has no continuation of two tokens or more, so nothing can be scored")
         tokens = len(record.tokens) // chunk_size * chunk_size
+        for method in methods:
+            check_document(method, record.tokens[:tokens].tolist())
         if not methods and full_key(place) not in rows:
             yield place, []
         for jobs in jobs_of(methods, keeps, tokens, chunk_size):

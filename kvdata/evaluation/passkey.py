@@ -18,7 +18,7 @@ from kvdata.client.context import KVCacheContext
 from kvdata.datasets.ingest import Progress
 from kvdata.datasets.prefixes import Tokenizer
 from kvdata.errors import InvalidRequest
-from kvdata.evaluation.methods import Method
+from kvdata.evaluation.methods import Method, for_any_prefix
 from kvdata.evaluation.offline import TOGETHER, full_key, jobs_of
 from kvdata.evaluation.runs import PasskeyRow, Rows
 from kvdata.evaluation.subject import Engine, Subject
@@ -88,8 +88,9 @@ def evaluate_passkey(
     """Decode the number from every prompt's full cache and from every method's; what `rows` has is left out.
 
     The model here prefills each prompt, stores it and reads it back, as the windows were; it is deleted afterwards.
-    Errors as `kvdata.evaluation.offline.evaluate`.
+    Methods that know some documents only are left out. Errors as `kvdata.evaluation.offline.evaluate`.
     """
+    methods = for_any_prefix(methods)
     for prompt in progress(prompts, len(prompts)) if progress else prompts:
         jobs = [
             [job for job in same if (prompt.number, job.method.name, job.method.revision, job.keep) not in rows]

@@ -11,9 +11,11 @@ from typer.testing import CliRunner
 
 from kvdata import Connection, Prefixes
 from kvdata.cli import app
+from kvdata.edits.policies import KeyDiff, apply_policy
 from kvdata.edits.rope import Rope
-from kvdata.errors import OtherEvaluation
+from kvdata.errors import OtherEvaluation, OtherSource
 from kvdata.evaluation.measure import Reference
+from kvdata.models.cartridge import Cartridge
 from kvdata.models.token_scorer import TokenScorer
 from tests.unit.tiny_model import tiny_autoencoder, tiny_engine, tiny_folder, windows
 
@@ -104,6 +106,34 @@ def test_an_autoencoder_stands_beside_the_policies(run, tmp_path):
     assert ("coded", 0.25) not in found
     assert [found["coded", share][key] for key in ("kept_tokens", "windows", "trained")] == [TOKENS, 2, True]
     assert found["coded", share]["kl"] < found["keydiff", share]["kl"]
+
+
+def test_cartridges_stand_beside_the_policies_for_their_documents(run, prefixes, tmp_path):
+    engine, files = tiny_engine(), []
+    rope, records = Rope.from_config(engine.config), Prefixes.from_jsonl(prefixes)
+    for number, slots in enumerate((64, 64, 48)):
+        ids = records[number].tokens.tolist()
+        model = Cartridge(3, 2, 8, slots)
+        model.begin(apply_policy(KeyDiff(), engine.prefill(ids), slots, rope, 2)[0], ids)
+        files.append(tmp_path / f"best-{number}.pt")
+        model.save(files[-1])
+    first, second, shorter = (("--cartridge", str(file)) for file in files)
+    rows = tmp_path / "out/rows.jsonl"
+    done = run(*first, *second, "--limit", "3")
+    assert isinstance(done.exception, OtherSource)  # before anything is measured
+    assert not rows.exists() or not rows.read_text()
+    assert "of 48 and [64] slots" in str(run(*first, *shorter).exception)
+    assert "same document" in str(run(*first, *first).exception)
+
+    done = run(*first, *second, "--limit", "2")
+    assert done.exit_code == 0, done.output
+    assert "*cartridge" in done.stdout
+    found = {(r["policy"], r["keep"]): r for r in json.loads((tmp_path / "out/report.json").read_text())["results"]}
+    assert ("cartridge", 0.5) not in found
+    own, same = found["cartridge", 0.25], found["keydiff", 0.25]
+    assert [own[key] for key in ("kept_tokens", "windows", "trained", "passkey")] == [64, 2, True, None]
+    assert own["delta_nll"] == pytest.approx(same["delta_nll"], abs=1e-3)  # untrained, it is what it began as
+    assert same["passkey"]["prompts"] == 5
 
 
 def test_the_page_needs_no_network_and_escapes_texts(run, tmp_path):
