@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -102,17 +103,22 @@ def test_the_caches_of_two_prompts_are_nowhere_the_same():
 
 
 def test_a_leaked_descriptor_a_socket_and_a_thread_are_seen():
-    before = figures.of_process(os.getpid())
+    before, known = figures.of_process(os.getpid()), figures.sockets(os.getpid())
     reader, writer = os.pipe()
+    listener = socket.create_server(("127.0.0.1", 0))
     stop = threading.Event()
     thread = threading.Thread(target=stop.wait)
     thread.start()
-    now = figures.of_process(os.getpid())
+    now, shown = figures.of_process(os.getpid()), figures.sockets(os.getpid())
     stop.set()
     thread.join()
     os.close(reader)
     os.close(writer)
-    assert now["descriptors"] == before["descriptors"] + 2
+    port = listener.getsockname()[1]
+    listener.close()
+    assert now["descriptors"] == before["descriptors"] + 3
+    assert now["sockets"] == before["sockets"] + 1
+    assert [*set(shown) - set(known)] == [f"SOCK_STREAM LISTEN 127.0.0.1:{port}"]
     assert now["threads"] == before["threads"] + 1
 
 

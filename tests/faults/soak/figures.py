@@ -8,6 +8,9 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
+
+import psutil
 
 from tests.faults.checks import wait_clean
 from tests.servers import Server
@@ -34,6 +37,18 @@ def _link(path: Path) -> str:
     with suppress(FileNotFoundError):  # closed just now
         return os.readlink(path)
     return ""
+
+
+def sockets(pid: int) -> list[str]:
+    """A process's sockets, for people: kind, state, and the two ends, as far as they have any."""
+    return sorted(
+        f"{one.type.name} {one.status} {_end(one.laddr)} {_end(one.raddr)}".strip()
+        for one in psutil.Process(pid).net_connections("all")
+    )
+
+
+def _end(address: Any) -> str:
+    return ":".join(map(str, address)) if isinstance(address, tuple) else str(address)
 
 
 def of_server(server: Server, seconds: float) -> dict[str, float]:

@@ -93,6 +93,7 @@ class Soak:
         self._violations: list[str] = []
         self._killed: list[str] = []
         self._clients: list[Any] = []
+        self._sockets: list[list[str]] = []  # the server's, in each rest
 
     def run(self) -> Outcome:
         torch.set_num_threads(1)
@@ -138,6 +139,9 @@ class Soak:
         except ValueError as exc:
             return Outcome([], self._faults, held, [f"the counts do not add up: {exc}"], {})
         violations = self._violations + judge(operations, self._faults, held, rules, self.began)
+        if any(said.startswith("grown: server") for said in violations):
+            _, before, now = self._sockets
+            violations.append(f"grown: of the server's sockets {before} became {now}")
         return Outcome(operations, self._faults, held, violations, summary(operations, self._faults, held, rules))
 
     def _disturb(self, task: TaskID, share: float, harms: Sequence[Harm]) -> None:
@@ -180,6 +184,7 @@ class Soak:
             "client process": lambda: figures.of_process(self._clients[2].pid),
         }
         found = {who: figures.settled(take, limit[who] if limit else None) for who, take in takes.items()}
+        self._sockets.append(figures.sockets(self.server.pid))
         self._control[0] = RUN
         return found
 
