@@ -49,7 +49,6 @@ class Sessions:
 
     Attributes:
         connection: the same, or what replaced it.
-        stats: what the context's operations and its handshakes did in this process.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -67,7 +66,18 @@ class Sessions:
         self._left: list[tuple[str | None, Call]] = []  # by handshakes that broke off
         self._used = time.monotonic()
         self._closed = False
-        self.stats = Stats()
+        self._stats = Stats()
+
+    def _here(self) -> None:
+        """Begin anew after a fork: the parent's sockets and locks are not ours."""
+        if self._pid != os.getpid():
+            self._begin()
+
+    @property
+    def stats(self) -> Stats:
+        """What the context's operations and its handshakes did in this process."""
+        self._here()
+        return self._stats
 
     def current(self) -> Session:
         """The session, within the connection's time-out."""
@@ -95,14 +105,14 @@ class Sessions:
 
     def settle(self) -> None:
         """Wait for the replies to what was sent without waiting for them. Never raises."""
+        self._here()
         with self._lock:
             if self._session is not None:
                 self._session.leftovers.settle()
 
     def close(self) -> None:
         """Un-register and close; `current` and `attempt` raise `InvalidRequest` afterwards. Twice is harmless."""
-        if self._pid != os.getpid():
-            return
+        self._here()
         with self._lock:
             self._closed = True
             session, self._session = self._session, None
@@ -115,8 +125,7 @@ class Sessions:
     @contextmanager
     def _held(self, operation: str, deadline: Deadline) -> Iterator[Session]:
         """The session, which is not closed inside the block."""
-        if self._pid != os.getpid():
-            self._begin()  # the parent's sockets and locks are not ours
+        self._here()
         if not self._lock.acquire(timeout=deadline.remaining()):
             raise ServerTimeout(
                 f"{operation}: another thread was connecting to {self.connection.url} for {deadline.seconds:g} s; see "
@@ -142,7 +151,7 @@ class Sessions:
             self._session = session = Session(self.connection, self._layout, self._before, deadline, self._left)
             self._before = session
             self._layout = session.layout
-            self.stats.handshakes += 1
+            self._stats.handshakes += 1
             # atexit does not run in forked DataLoader workers; multiprocessing's finalizers do.
             self._finalizer = Finalize(self, session.end, exitpriority=10)
             left, run = list(self._left), session.info.incarnation

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
+import signal
 import threading
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, Subset
 
 from kvdata import Connection, KVCacheDataset, collate, worker_init_fn
-from kvdata.errors import MissingKV
+from kvdata.errors import InvalidRequest, MissingKV
 from tests.conformance.conftest import LAYOUT, MODEL, fresh_tokens, random_kv
 
 
@@ -80,6 +82,44 @@ def test_a_forked_child_gets_a_connection_of_its_own(connect, server):
             os._exit(0 if ok else 1)
     assert os.waitpid(child, 0)[1] == 0
     assert torch.equal(ctx.retrieve(tokens), kv)
+
+
+def test_a_forked_child_leaves_the_parents_connection_alone(connect, server):
+    """Also where it was forked while another thread of the parent was connecting."""
+    ctx = connect()
+    tokens, kv = fresh_tokens(64), random_kv(64)
+    ctx.store(kv, tokens)
+    held, done = threading.Event(), threading.Event()
+
+    def connecting() -> None:
+        with ctx._sessions._lock:
+            held.set()
+            done.wait()
+
+    thread = threading.Thread(target=connecting)
+    thread.start()
+    try:
+        held.wait()
+        child = os.fork()
+        if child == 0:
+            ok = False
+            try:
+                signal.alarm(20)
+                counted = ctx.stats()
+                ctx.settle()
+                ctx.close()
+                with contextlib.suppress(InvalidRequest):
+                    ctx.lookup(tokens)
+                    os._exit(1)
+                ok = not any(counted.values())
+            finally:
+                os._exit(0 if ok else 1)
+    finally:
+        done.set()
+        thread.join()
+    assert os.waitpid(child, 0)[1] == 0
+    assert torch.equal(ctx.retrieve(tokens), kv)
+    assert ctx.stats()["handshakes"] == 1
 
 
 def test_pickling_carries_the_connection_and_nothing_live(connect):
