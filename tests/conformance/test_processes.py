@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pickle
 import signal
@@ -13,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Subset
 
-from kvdata import Connection, KVCacheDataset, collate, worker_init_fn
+from kvdata import Connection, KVCacheContext, KVCacheDataset, collate, worker_init_fn
 from kvdata.errors import InvalidRequest, MissingKV
 from tests.conformance.conftest import LAYOUT, MODEL, fresh_tokens, random_kv
 
@@ -84,7 +83,19 @@ def test_a_forked_child_gets_a_connection_of_its_own(connect, server):
     assert torch.equal(ctx.retrieve(tokens), kv)
 
 
-def test_a_forked_child_leaves_the_parents_connection_alone(connect, server):
+def _closed(ctx: KVCacheContext) -> bool:
+    ctx.close()
+    with pytest.raises(InvalidRequest, match="closed"):
+        ctx.open()
+    return True
+
+
+@pytest.mark.parametrize(
+    "alone",
+    [lambda ctx: ctx.settle() is None, lambda ctx: not any(ctx.stats().values()), _closed],
+    ids=["settle", "stats", "close"],
+)
+def test_a_forked_child_leaves_the_parents_connection_alone(connect, alone):
     """Also where it was forked while another thread of the parent was connecting."""
     ctx = connect()
     tokens, kv = fresh_tokens(64), random_kv(64)
@@ -98,25 +109,17 @@ def test_a_forked_child_leaves_the_parents_connection_alone(connect, server):
 
     thread = threading.Thread(target=connecting)
     thread.start()
-    try:
-        held.wait()
-        child = os.fork()
-        if child == 0:
-            ok = False
-            try:
-                signal.alarm(20)
-                counted = ctx.stats()
-                ctx.settle()
-                ctx.close()
-                with contextlib.suppress(InvalidRequest):
-                    ctx.lookup(tokens)
-                    os._exit(1)
-                ok = not any(counted.values())
-            finally:
-                os._exit(0 if ok else 1)
-    finally:
-        done.set()
-        thread.join()
+    held.wait()
+    child = os.fork()
+    if child == 0:
+        ok = False
+        try:
+            signal.alarm(20)
+            ok = alone(ctx)
+        finally:
+            os._exit(0 if ok else 1)
+    done.set()
+    thread.join()
     assert os.waitpid(child, 0)[1] == 0
     assert torch.equal(ctx.retrieve(tokens), kv)
     assert ctx.stats()["handshakes"] == 1
