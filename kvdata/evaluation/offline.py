@@ -100,8 +100,9 @@ def _groups(
         if len(record.continuation) < 2:
             raise InvalidRequest(f"window {place} has no continuation of two tokens or more, so nothing can be scored")
         tokens = len(record.tokens) // chunk_size * chunk_size
+        ids = record.tokens[:tokens].tolist()
         for method in methods:
-            check_document(method, record.tokens[:tokens].tolist())
+            check_document(method, ids)
         if not methods and full_key(place) not in rows:
             yield place, []
         for jobs in jobs_of(methods, keeps, tokens, chunk_size):
