@@ -299,7 +299,8 @@ class Rpc:
             self._socket.send_multipart(frames, flags=zmq.NOBLOCK)
         except BaseException:
             # Interrupted between two frames: closing drops the torso, which the next request would be appended to.
-            self._socket.disable_monitor()
+            self._socket.disable_monitor()  # forgets its socket, and does not close it
+            self._monitor.close(0)
             self._socket.close(0)
             self._posted.clear()
             self._late.clear()

@@ -166,3 +166,27 @@ def test_a_connection_in_use_by_another_thread_does_not_outlast_the_deadline(pee
     with pytest.raises(ServerTimeout, match="another thread"):
         rpc.call("noop", result=str, deadline=Deadline(0.1))
     other.join(10)
+
+
+def test_a_send_that_breaks_off_between_two_frames_leaves_no_torso_and_no_socket(peer, monkeypatch):
+    seen: list[Frames] = []
+
+    def script(frames: Frames) -> list[Frames]:
+        seen.append(frames)
+        return [[*frames[:2], encoded(7)]]
+
+    rpc, _ = peer(script)
+    assert rpc.call("get_chunk_size", result=int, deadline=Deadline(30)) == 7
+    monitor = rpc._monitor
+
+    def broken_off(socket: zmq.Socket[bytes], frames: Frames, flags: int) -> None:
+        socket.send(frames[0], flags | zmq.SNDMORE)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(zmq.Socket, "send_multipart", broken_off)
+        with pytest.raises(KeyboardInterrupt):
+            rpc.call("get_chunk_size", result=int, deadline=Deadline(30))
+    assert monitor.closed
+    assert rpc.call("query_prefetch_status", "id", result=int, deadline=Deadline(30)) == 7
+    assert [[msgspec.msgpack.decode(f) for f in frames[2:]] for frames in seen] == [[], ["id"]]
